@@ -1,0 +1,192 @@
+"""Throughput of whole `generate` calls on nano-vllm's workload: random prompts, random lengths.
+
+python bench.py --model DIR                  # 256 requests of 100-1024 tokens in and out
+python bench.py --size 0.6B                  # random weights from a config alone, no files
+python bench.py --size 8B --engine-options max_num_seqs=256,enforce_eager=True
+python bench.py --size 0.6B --profile /tmp/p # torch.profiler trace and a table of kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+_IMPORT_STARTED = time.time()
+
+# hidden, layers, q heads, intermediate, tied: Qwen3 as published; 8 kv heads of 128 each
+SIZES = {
+    "0.6B": (1024, 28, 16, 3072, True),
+    "1.7B": (2048, 28, 16, 6144, True),
+    "4B": (2560, 36, 32, 9728, True),
+    "8B": (4096, 36, 32, 12288, False),
+    "14B": (5120, 40, 40, 17408, False),
+    "32B": (5120, 64, 64, 25600, False),
+}
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, interpreter start-up included where /proc tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return time.time() - _IMPORT_STARTED
+
+
+def workload(args: argparse.Namespace, seed: int) -> tuple[list[list[int]], list[Any]]:
+    """Prompts of random ids and as many SamplingParams."""
+    from nanovllm import SamplingParams
+
+    rng = Random(seed)
+    low_in, low_out = min(100, args.input_len), min(100, args.output_len)
+    prompts = [
+        [rng.randint(0, args.max_token_id) for _ in range(rng.randint(low_in, args.input_len))]
+        for _ in range(args.num_seqs)
+    ]
+    params = [
+        SamplingParams(
+            temperature=args.temperature,
+            ignore_eos=True,
+            max_tokens=rng.randint(low_out, args.output_len),
+        )
+        for _ in range(args.num_seqs)
+    ]
+    return prompts, params
+
+
+def write_config(size: str, directory: Path) -> Path:
+    """A Qwen3 config.json of published size, for load_format="dummy"."""
+    hidden, layers, heads, intermediate, tied = SIZES[size]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": hidden, "eos_token_id": 151645,
+        "intermediate_size": intermediate, "max_position_embeddings": 40960,
+        "num_attention_heads": heads, "num_hidden_layers": layers, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16", "vocab_size": 151936,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def run(llm: Any, prompts: list[list[int]], params: list[Any], label: str) -> float:
+    """Time one `generate` call and print its figures; return output tokens per second."""
+    before = dict(llm.metrics.as_dict())
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    num_in = sum(map(len, prompts))
+    num_out = sum(len(output["token_ids"]) for output in outputs)
+    after = llm.metrics.as_dict()
+    phases = {name: after[name] - before[name] for name in after}
+    print(
+        f"{label}: {num_in} tokens in, {num_out} out, {seconds:.2f} s, {num_out / seconds:,.0f} tok/s"
+    )
+    print("  " + ", ".join(f"{name} {value:.4g}" for name, value in phases.items() if value))
+    return num_out / seconds
+
+
+def profile(llm: Any, args: argparse.Namespace) -> None:
+    """Trace a few decode steps; print kernels, busy share and host time per step."""
+    import torch
+
+    prompts, params = workload(args, args.seed)
+    for prompt, param in zip(prompts, params, strict=True):
+        llm.add_request(prompt, param)
+    for _ in range(args.profile_after):
+        llm.step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    num_steps = 10
+    with torch.profiler.profile(activities=activities) as trace:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            llm.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    host: list[float] = []
+    engine = llm._engine
+    for _ in range(num_steps):  # without the profiler: time until the step's wait begins
+        began = time.perf_counter()
+        output = engine.scheduler.schedule()
+        if output is not None:
+            engine._in_flight.append(engine.launched(output))
+        host.append(time.perf_counter() - began)
+        while len(engine._in_flight) > 1:
+            engine._bring_in(engine._in_flight.popleft())
+    directory = Path(args.profile)
+    directory.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(directory / "trace.json"))
+    kernels = [event for event in trace.events() if event.device_type.name == "CUDA"]
+    busy_us = sum(event.self_device_time_total for event in kernels)
+    print(
+        f"profile: {num_steps} steps, {1e3 * seconds / num_steps:.3f} ms a step, "
+        f"{len(kernels) / num_steps:.0f} kernels a step, GPU busy {busy_us / (1e6 * seconds):.1%}, "
+        f"host {1e3 * sorted(host)[num_steps // 2]:.3f} ms to schedule and launch"
+    )
+    print(
+        trace.key_averages().table(
+            sort_by="self_device_time_total", row_limit=20, max_name_column_width=60
+        )
+    )
+    llm.abort(list(engine.processor.requests))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a model directory or hub id")
+    parser.add_argument("--size", choices=SIZES, help="Qwen3 of this size with random weights")
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--input-len", type=int, default=1024, help="longest prompt")
+    parser.add_argument("--output-len", type=int, default=1024, help="longest answer")
+    parser.add_argument("--max-token-id", type=int, default=10000)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; later ones count up")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--engine-options", default="", help="name=value,name=value for LLM")
+    parser.add_argument("--profile", metavar="DIR", help="trace a few decode steps into DIR")
+    parser.add_argument("--profile-after", type=int, default=200, help="steps before the trace")
+    parser.add_argument("--verbose", action="store_true", help="show the engine's log")
+    args = parser.parse_args()
+    if (args.model is None) == (args.size is None):
+        parser.error("pass one of --model and --size")
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
+
+    from nanovllm import LLM, SamplingParams
+
+    options = dict(item.split("=", 1) for item in args.engine_options.split(",") if item)
+    for name, value in options.items():
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            pass  # a plain word is a string
+    with tempfile.TemporaryDirectory() as directory:
+        model = args.model
+        if args.size:
+            model = str(write_config(args.size, Path(directory)))
+            options = {"load_format": "dummy", **options}
+        llm = LLM(model, **options)
+    ready_s = process_age_s()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    print(f"start-up: {ready_s:.2f} s to the engine, {process_age_s():.2f} s to the first token")
+    for number in range(args.runs):
+        run(llm, *workload(args, args.seed + number), f"run {number + 1}")
+    if args.profile:
+        profile(llm, args)
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""nanovllm: offline batch inference for language models, small enough to read, fast enough to use."""
+
+from nanovllm.llm import LLM
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -1,0 +1,148 @@
+"""The attention backend interface and the choice of one."""
+
+import logging
+import os
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.utils.context import ForwardContext
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over the paged KV cache; the layer has stored K and V before."""
+
+    name: str
+    is_capturable: bool  # a decode step may be captured in a CUDA graph
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float | None = None,
+    ) -> None:
+        """Head counts are those of this rank; `scale` is head_dim**-0.5 unless given."""
+
+    def prepare(self, ctx: ForwardContext) -> Any:
+        """Do what all layers share, once a step; the result becomes `ctx.attn_metadata`.
+
+        For a decode step on CUDA: device work of static shapes only, as a graph captures it.
+        """
+
+    def forward(
+        self,
+        q: torch.Tensor,  # [num_tokens, num_heads, head_dim], rows may be strided
+        k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], this step's, rows may be strided
+        v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], this step's, rows may be strided
+        k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        v_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        ctx: ForwardContext,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], contiguous
+        """Attend; rows whose seq_len is 0 give zeros."""
+
+
+_BACKENDS = {
+    "flash_attn": ("nanovllm.attention.flash_attn", "FlashAttnBackend"),
+    "triton": ("nanovllm.attention.triton", "TritonBackend"),
+    "sdpa": ("nanovllm.attention.sdpa", "SdpaBackend"),
+}
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_TRITON_DTYPES = (*_HALF_DTYPES, torch.float32)
+_TRITON_HEAD_DIMS = (16, 32, 64, 128, 256)
+_FLASH_ATTN_HEAD_DIMS = (64, 128)  # what the flash-attn wheel is built for
+
+
+def get_backend(
+    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> type[AttentionBackend]:
+    """Import the backend called `name`; "auto" takes the fastest that is installed and fits.
+
+    Raises ValueError where an explicit choice cannot work, ImportError where it needs a package.
+    """
+    if name != "auto" and name not in _BACKENDS:
+        raise ValueError(
+            f"attention_backend must be 'auto' or one of {', '.join(_BACKENDS)}, got {name!r}."
+        )
+    fit = (device, dtype, head_dim, block_size)
+    if name == "auto":
+        backend = _fastest(*fit)
+    else:
+        obstacle = _obstacle(name, *fit)
+        if obstacle is not None:
+            raise ValueError(
+                f"attention_backend={name!r} {obstacle}. "
+                "Pass attention_backend='auto', or 'sdpa', which takes everything."
+            )
+        backend = _load(name)
+    logger.info(
+        "Attention backend: %s (%s, %s, head_dim %d, block_size %d)",
+        backend.name,
+        device.type,
+        *fit[1:],
+    )
+    return backend
+
+
+def _fastest(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> type[AttentionBackend]:
+    # The interpreter lets `triton` run on a CPU, but only for who asks for it by name.
+    candidates = [name for name in _BACKENDS if name != "sdpa"] if device.type == "cuda" else []
+    for name in candidates:
+        # By name, flash_attn hands what its wheel lacks to the Triton kernels; here it is skipped.
+        is_unfit = name == "flash_attn" and not flash_attn_fits(dtype, head_dim)
+        if is_unfit or _obstacle(name, device, dtype, head_dim, block_size) is not None:
+            continue
+        try:
+            return _load(name)
+        except ImportError as error:
+            logger.info("Attention backend %s is not available: %s", name, error.__cause__)
+    return _load("sdpa")
+
+
+def flash_attn_fits(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash-attn wheel has kernels for this kind of model."""
+    return dtype in _HALF_DTYPES and head_dim in _FLASH_ATTN_HEAD_DIMS
+
+
+def _obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
+    """Say why the backend cannot work, or None; does not look at what is installed."""
+    if name == "sdpa":
+        return None
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"needs a CUDA device, got {device.type!r}"
+    if head_dim not in _TRITON_HEAD_DIMS:
+        return f"takes head_dim {', '.join(map(str, _TRITON_HEAD_DIMS))}, got {head_dim}"
+    if dtype not in _TRITON_DTYPES:
+        return f"takes dtype {', '.join(map(str, _TRITON_DTYPES))}, got {dtype}"
+    if block_size % 16:
+        return f"takes a block_size that is a multiple of 16, got {block_size}"
+    return None
+
+
+def _load(name: str) -> type[AttentionBackend]:
+    module, class_name = _BACKENDS[name]
+    try:
+        if name != "sdpa" and not HAS_TRITON:
+            raise ImportError("No module named 'triton'", name="triton")
+        backend: type[AttentionBackend] = getattr(import_module(module), class_name)
+    except ImportError as error:
+        raise ImportError(
+            f"attention_backend={name!r} needs {error.name or 'a package that fails to load'} "
+            f"({error}). Run `pip install nanovllm[cuda]`, or pass attention_backend='sdpa'."
+        ) from error
+    return backend

@@ -1,0 +1,203 @@
+"""What the caller of `LLM(...)` asked for, checked before any work starts."""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from nanovllm.utils.checks import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    unknown_name_error,
+)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+# What to do about options of vLLM and nano-vllm that go by another name here, or have no use.
+_ADVICE = {
+    "block_size": "Did you mean 'kvcache_block_size'?",
+    "num_gpu_blocks_override": "Did you mean 'num_kvcache_blocks'?",
+    "async_scheduling": "Did you mean 'enable_overlap'?",
+    "tp_size": "Did you mean 'tensor_parallel_size'?",
+    "swap_space": "Preempted requests are computed again, never swapped out: leave it out.",
+    "enable_chunked_prefill": "Prompts are always split where needed: leave it out.",
+    "quantization": "Quantised weights are not supported: leave it out.",
+    "revision": "Download that revision and pass its directory as the model.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the caller asked for, in checked and plain values. Never written after construction.
+
+    "auto" and None mean: found out when the engine starts, and passed on from there.
+    """
+
+    model: str  # a directory or a hub id
+    tokenizer: str | None = None  # None: the model's
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int | None = None  # None: the model's, as far as the KV cache holds it
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int = 64
+    num_kvcache_blocks: int | None = None  # None: as many as fit the memory
+    enable_prefix_caching: bool = True
+    enable_overlap: bool | None = None  # None: on CUDA only
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"  # names are the registry's, in attention/backend.py
+    seed: int = 0
+    trust_remote_code: bool = False
+    cpu_kvcache_space_gib: float = 4.0
+    load_format: str = "auto"
+    enable_request_reordering: bool = True
+    logprobs_mode: str = "raw_logprobs"
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "model": _path("model", self.model),
+            "kvcache_block_size": _block_size(self.kvcache_block_size),
+            "device": _device(self.device),
+            "dtype": _dtype(self.dtype),
+        }
+        for name, (minimum, maximum, advice) in _INTS.items():
+            checked[name] = check_int(
+                name, getattr(self, name), minimum=minimum, maximum=maximum, advice=advice
+            )
+        for name, (maximum_float, advice) in _POSITIVE_FLOATS.items():
+            checked[name] = check_float(
+                name, getattr(self, name), above=0.0, maximum=maximum_float, advice=advice
+            )
+        for name in _SWITCHES:
+            checked[name] = check_bool(name, getattr(self, name))
+        for name, check in _OPTIONAL.items():
+            if getattr(self, name) is not None:
+                checked[name] = check(name, getattr(self, name))
+        check_choice(
+            "load_format",
+            self.load_format,
+            LOAD_FORMATS,
+            advice="'auto' reads safetensors, 'dummy' draws random weights.",
+        )
+        check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        if not isinstance(self.attention_backend, str):
+            raise TypeError(
+                "attention_backend must be the name of a backend, such as 'auto' or 'sdpa', "
+                f"got {self.attention_backend!r}."
+            )
+        if self.trust_remote_code:
+            raise ValueError(
+                "trust_remote_code=True is refused: code from a checkpoint is never run. "
+                "Leave the option out; supported architectures are built in."
+            )
+        if ":" in checked["device"] and checked["tensor_parallel_size"] > 1:
+            raise ValueError(
+                f"device={checked['device']!r} names one GPU, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}. Pass device='cuda' and choose the GPUs with "
+                "CUDA_VISIBLE_DEVICES."
+            )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "Config":
+        """Build a Config from the keyword arguments of `LLM`; an unknown one is a TypeError."""
+        allowed = [field.name for field in fields(cls) if field.name != "model"]
+        for name in options:
+            if name == "model":
+                raise TypeError("LLM got 'model' twice. Pass it once, as the first argument.")
+            if name not in allowed:
+                raise unknown_name_error("LLM has no option", name, allowed, _ADVICE)
+        return cls(model, **options)  # type: ignore[arg-type]  # a path becomes a str in __post_init__
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(
+            f"{name} must be a directory or a hub id, such as 'Qwen/Qwen3-0.6B', "
+            f"got {value!r} of type {type(value).__name__}."
+        )
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a path of text, got {path!r}. Decode it with os.fsdecode.")
+    if not path.strip():
+        raise ValueError(
+            f"{name} must be a directory or a hub id, such as 'Qwen/Qwen3-0.6B', got {path!r}."
+        )
+    return path
+
+
+def _block_size(value: Any) -> int:
+    advice = "It is the number of tokens in a block of the KV cache; 64 is the default."
+    block_size = check_int("kvcache_block_size", value, minimum=16, maximum=1024, advice=advice)
+    if block_size % 16 != 0:
+        raise ValueError(
+            f"kvcache_block_size must be a multiple of 16, got {block_size}. "
+            f"The nearest below is {block_size // 16 * 16}."
+        )
+    return block_size
+
+
+def _device(value: Any) -> str:
+    device = str(value) if _is_torch_value(value) else value
+    allowed = "device must be 'auto', 'cpu', 'cuda' or 'cuda:N'"
+    if not isinstance(device, str):
+        raise TypeError(f"{allowed}, got {value!r} of type {type(value).__name__}.")
+    if not _DEVICE_PATTERN.fullmatch(device):
+        raise ValueError(f"{allowed}, got {device!r}. 'auto' takes CUDA where there is a GPU.")
+    return device
+
+
+def _dtype(value: Any) -> str:
+    # By its name, so that this file does not import torch.
+    dtype = str(value).removeprefix("torch.") if _is_torch_value(value) else value
+    if isinstance(dtype, str):
+        dtype = _DTYPE_ALIASES.get(dtype, dtype)
+    return check_choice(
+        "dtype", dtype, DTYPES, advice="'auto' takes the checkpoint's, where the device has it."
+    )
+
+
+def _is_torch_value(value: Any) -> bool:
+    return type(value).__module__ == "torch"
+
+
+# Below the functions that they name. Each int: minimum, maximum, advice.
+_INTS: dict[str, tuple[int, int | None, str]] = {
+    "max_num_batched_tokens": (1, None, "It bounds a step; longer prompts take several steps."),
+    "max_num_seqs": (1, None, "It bounds how many sequences run in one step."),
+    "tensor_parallel_size": (1, None, "It is the number of devices that share the model."),
+    "seed": (-(2**63), 2**64 - 1, "Any 64-bit integer will do."),
+}
+_POSITIVE_FLOATS = {
+    "gpu_memory_utilization": (1.0, "It is the fraction of the device's memory we may use."),
+    "cpu_kvcache_space_gib": (math.inf, "It is the size of the KV cache on a CPU, in GiB."),
+}
+_SWITCHES = (
+    "enforce_eager",
+    "enable_prefix_caching",
+    "trust_remote_code",
+    "enable_request_reordering",
+)
+_OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
+    "tokenizer": _path,
+    "enable_overlap": check_bool,
+    "max_model_len": partial(
+        check_int, minimum=2, advice="It counts prompt and answer together; None: the model's."
+    ),
+    "num_kvcache_blocks": partial(
+        check_int, minimum=1, advice="None takes as many as the memory holds."
+    ),
+}

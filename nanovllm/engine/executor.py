@@ -1,0 +1,132 @@
+"""Run steps in this process, alone or as rank 0 of a tensor-parallel group."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.step import SchedulerOutput, StepOutput
+from nanovllm.engine.step_handle import StepHandle
+from nanovllm.engine.worker import CALL, STEP, RunnerSpec, WorkerGroup
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.parallel import ParallelContext
+
+_POLL_S = 0.5
+
+
+class StepFuture(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepOutput: ...
+
+
+class Executor(Protocol):
+    """The device side as the engine sees it."""
+
+    def init_kv_cache(self) -> int:
+        """Allocate the KV cache on every rank; return its number of blocks."""
+
+    def execute(self, output: SchedulerOutput) -> StepFuture:
+        """Launch a step on every rank and return at once."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of every rank's ModelRunner, with no step in flight; rank 0's result."""
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+
+
+class LocalExecutor:
+    """One device, in this process."""
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self._runner: ModelRunner | None = spec.build(ParallelContext.single())
+
+    def init_kv_cache(self) -> int:
+        return self._live_runner().init_kv_cache()
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        return self._live_runner().execute(output)
+
+    def call(self, name: str, *args: Any) -> Any:
+        return getattr(self._live_runner(), name)(*args)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _live_runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("The engine is closed. Build a new LLM.")
+        return self._runner
+
+
+class _WatchedStep:
+    """A step of several ranks: waiting for it must end if one of them dies."""
+
+    def __init__(self, handle: StepHandle, group: WorkerGroup) -> None:
+        self._handle = handle
+        self._group = group
+
+    def wait(self) -> StepOutput:
+        while not self._handle.is_ready_within(_POLL_S):
+            self._group.check_alive()
+        return self._handle.wait()
+
+
+class TensorParallelExecutor:
+    """Rank 0 in this process and a worker process for every other rank.
+
+    Every rank executes the same records, so all hold the same rows; only collectives connect them.
+    """
+
+    def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
+        self._group = WorkerGroup(spec, tp_size)
+        try:
+            self._runner: ModelRunner | None = self._group.on_rank_0(
+                lambda: spec.build(self._group.join())
+            )
+            self._group.collect()
+        except BaseException:
+            self.close()
+            raise
+
+    def init_kv_cache(self) -> int:
+        return int(self.call("init_kv_cache"))
+
+    def execute(self, output: SchedulerOutput) -> StepFuture:
+        self._group.send(STEP, output.to_bytes())
+        runner = self._live_runner()
+        return _WatchedStep(self._group.on_rank_0(lambda: runner.execute(output)), self._group)
+
+    def call(self, name: str, *args: Any) -> Any:
+        runner = self._live_runner()
+        self._group.send(CALL, pickle.dumps((name, args)))
+        result = self._group.on_rank_0(lambda: getattr(runner, name)(*args))
+        self._group.collect()
+        return result
+
+    def close(self) -> None:
+        self._group.close()
+        runner, self._runner = getattr(self, "_runner", None), None
+        if runner is not None:
+            runner.close()
+
+    def _live_runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("The engine is closed. Build a new LLM.")
+        return self._runner
+
+
+def make_executor(
+    config: Config, model_config: ModelConfig, model_dir: Path, *, max_model_len: int
+) -> LocalExecutor | TensorParallelExecutor:
+    """Build the executor that `config` asks for; weights are loaded when it returns."""
+    spec = RunnerSpec(config, model_config, model_dir, max_model_len)
+    if config.tensor_parallel_size == 1:
+        return LocalExecutor(spec)
+    return TensorParallelExecutor(spec, config.tensor_parallel_size)

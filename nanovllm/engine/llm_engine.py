@@ -1,0 +1,213 @@
+"""The step loop: admission, launching ahead of results, faults, abort and close."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.executor import StepFuture, make_executor
+from nanovllm.engine.output_processor import OutputProcessor, Request
+from nanovllm.engine.request_builder import Limits, RequestBuilder
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import SamplingFeature, SchedulerOutput
+from nanovllm.metrics import Metrics, Stopwatch
+from nanovllm.models.model_config import load_model_config
+from nanovllm.outputs import RequestOutput
+from nanovllm.utils.device import resolve_device
+from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way: what was asked for and where its tokens will come out."""
+
+    output: SchedulerOutput
+    future: StepFuture
+
+
+class LLMEngine:
+    """Owns the steps in flight and the parts that every step passes through, in one thread."""
+
+    def __init__(self, config: Config) -> None:
+        self.metrics = Metrics()
+        directory = find_model(config.model)
+        model_config = load_model_config(directory)
+        tokenizer = load_tokenizer(
+            directory if config.tokenizer is None else find_model(config.tokenizer)
+        )
+        eos_ids = stop_token_ids(directory, tokenizer, model_config.eos_token_ids)
+        max_len = config.max_model_len or model_config.max_context_len
+        if max_len > model_config.max_context_len:
+            raise ValueError(
+                f"max_model_len = {max_len} exceeds the {model_config.max_context_len} positions "
+                f"of {config.model}. Lower it."
+            )
+        device = resolve_device(config.device)
+        overlap = config.enable_overlap
+        self._enable_overlap = device.type == "cuda" if overlap is None else overlap
+        self.config = config
+        self.model_config = model_config
+        self.model_dir = directory
+        self._executor = make_executor(config, model_config, directory, max_model_len=max_len)
+        try:
+            num_blocks = self._executor.init_kv_cache()
+        except BaseException:
+            self._executor.close()
+            raise
+        num_cache_tokens = num_blocks * config.kvcache_block_size
+        self.max_model_len = self._bounded_len(max_len, num_cache_tokens)
+        limits = Limits(self.max_model_len, num_cache_tokens, model_config.vocab_size)
+        self.scheduler = Scheduler(
+            BlockManager(
+                num_blocks,
+                config.kvcache_block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_len,
+            eos_token_ids=eos_ids,
+            vocab_size=model_config.vocab_size,
+            enable_request_reordering=config.enable_request_reordering,
+        )
+        self.builder = RequestBuilder(tokenizer, limits, eos_ids, config.seed)
+        self.processor = OutputProcessor(tokenizer)
+        self._in_flight: deque[_Launched] = deque()
+        self._unclaimed: list[RequestOutput] = []
+        self.is_closed = False
+
+    @property
+    def tokenizer(self) -> Any | None:
+        return self.builder.tokenizer
+
+    def _bounded_len(self, max_len: int, num_cache_tokens: int) -> int:
+        if max_len <= num_cache_tokens:
+            return max_len
+        if self.config.max_model_len is None:
+            logger.info(
+                "max_model_len is %d: what the KV cache holds (the model: %d)",
+                num_cache_tokens,
+                max_len,
+            )
+            return num_cache_tokens
+        logger.warning(
+            "max_model_len is %d, but the KV cache holds %d tokens: longer sequences end there with "
+            "finish_reason 'length'",
+            max_len,
+            num_cache_tokens,
+        )
+        return max_len
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue checked requests."""
+        self._check_open()
+        for request in requests:
+            if request.request_id in self.processor.requests:
+                raise ValueError(f"request_id {request.request_id!r} is in use. Choose another.")
+        for request in requests:
+            self.processor.add(request)
+            self.scheduler.add(request.seqs)
+        self.metrics.num_requests += len(requests)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._in_flight or self._unclaimed or self.processor.requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, bring one in, and return requests that finished (or streamed)."""
+        self._check_open()
+        outputs, self._unclaimed = self._unclaimed, []
+        try:
+            outputs += self._step()
+        except BaseException:
+            self._unclaimed = outputs
+            self._recover()
+            raise
+        return outputs
+
+    def keep_for_later(self, outputs: list[RequestOutput]) -> None:
+        """Hold outputs that nobody in this call asked for; the next `step` returns them."""
+        self._unclaimed += outputs
+
+    def abort(self, request_ids: list[str]) -> list[RequestOutput]:
+        """End requests where they stand and free what they hold; unknown ids are ignored."""
+        outputs = []
+        for request_id in request_ids:
+            request = self.processor.requests.get(request_id)
+            if request is None:
+                continue
+            for seq in request.seqs:
+                self.scheduler.finish(seq, "abort")
+            output = self.processor.abort(request_id)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def load(self) -> tuple[int, int, float]:
+        """Sequences running and waiting, and the share of KV blocks in use."""
+        blocks = self.scheduler.blocks
+        kv_use = 1 - blocks.num_free_blocks / blocks.num_blocks
+        return self.scheduler.num_running, len(self.scheduler.waiting), kv_use
+
+    def close(self) -> None:
+        """Free the device's memory and end the workers. A second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._in_flight.clear()
+            self._executor.close()
+
+    # ---- one step
+
+    def _step(self) -> list[RequestOutput]:
+        watch = Stopwatch()
+        output = self.scheduler.schedule()
+        self.metrics.schedule_s += watch.lap()
+        if output is not None:
+            self._in_flight.append(self.launched(output))
+            self.metrics.launch_s += watch.lap()
+        num_kept = 1 if output is not None and self._may_run_ahead(output) else 0
+        finished: list[RequestOutput] = []
+        while len(self._in_flight) > num_kept:
+            finished += self._bring_in(self._in_flight.popleft())
+        return finished
+
+    def launched(self, output: SchedulerOutput) -> _Launched:
+        """Launch a step and count it."""
+        num_prefill_tokens = 0 if output.prefill is None else len(output.prefill.token_ids)
+        self.metrics.count_step(num_prefill_tokens, output.num_decode_rows)
+        self.metrics.num_preemptions = self.scheduler.num_preemptions
+        return _Launched(output, self._executor.execute(output))
+
+    def _may_run_ahead(self, output: SchedulerOutput) -> bool:
+        # A Python processor reads the last token on the host before the next one is drawn.
+        needs_host = output.features & SamplingFeature.PYTHON_PROCESSORS
+        return self._enable_overlap and not needs_host
+
+    def _bring_in(self, launched: _Launched) -> list[RequestOutput]:
+        watch = Stopwatch()
+        step_output = launched.future.wait()
+        self.metrics.wait_s += watch.lap()
+        updates = self.scheduler.update(launched.output, step_output)
+        outputs, stopped = self.processor.process(updates, step_output)
+        for seq, stop in stopped:
+            self.scheduler.finish(seq, "stop", stop)
+        self.metrics.num_output_tokens += updates.num_new_tokens
+        for output in outputs:
+            if output.finished:
+                self.metrics.count_finished(output)
+        self.metrics.update_s += watch.lap()
+        return outputs
+
+    def _recover(self) -> None:
+        """After a fault in a step: nothing is in flight, and all that ran waits to run again."""
+        self._in_flight.clear()
+        self.scheduler.recover()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("The engine is closed. Build a new LLM.")

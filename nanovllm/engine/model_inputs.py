@@ -1,0 +1,115 @@
+"""From a `SchedulerOutput` to device tensors: NumPy columns, and one pinned transfer a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.engine.step import Column, PrefillWork
+
+_NUM_BUFFERS = 3  # one more than steps in flight, so that no copy is overtaken
+
+
+def slot_mapping(
+    block_tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Return each token's slot in the flattened KV cache, [num_tokens] int32.
+
+    block_tables: [num_rows, max_blocks] int32; rows, positions: [num_tokens]
+    """
+    # A cache of 2^31 slots would be hundreds of terabytes: int32 holds every slot.
+    return block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillColumns:
+    """What the device needs of a prefill step, still on the host. All int32."""
+
+    token_ids: np.ndarray  # [num_tokens]
+    positions: np.ndarray  # [num_tokens]
+    slots: np.ndarray  # [num_tokens]
+    rows: np.ndarray  # [num_chunks]
+    seq_lens: np.ndarray  # [num_chunks], up to the end of the chunk
+    cu_seqlens_q: np.ndarray  # [num_chunks + 1]
+    cu_seqlens_k: np.ndarray  # [num_chunks + 1]
+    sampled_rows: np.ndarray  # [num_sampled]
+    sampled_tokens: np.ndarray  # [num_sampled], place of the chunk's last token in the packed step
+
+    def arrays(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+
+def prefill_columns(work: PrefillWork, block_tables: np.ndarray, block_size: int) -> PrefillColumns:
+    """Lay a prefill step out, without a Python loop over its tokens.
+
+    block_tables: [max_num_seqs, max_blocks] int32, the host's mirror
+    """
+    ends = np.cumsum(work.num_tokens)
+    starts = ends - work.num_tokens
+    # Position of a token: its place in the step, shifted by where its chunk starts and begins.
+    shifts = np.repeat(work.first_positions - starts, work.num_tokens)
+    positions = (np.arange(len(work.token_ids)) + shifts).astype(np.int32)
+    token_rows = np.repeat(work.rows, work.num_tokens)
+    seq_lens = work.first_positions + work.num_tokens
+    is_sampled = work.is_sampled != 0
+    zero = np.zeros(1, dtype=np.int32)
+    return PrefillColumns(
+        token_ids=work.token_ids,
+        positions=positions,
+        slots=slot_mapping(block_tables, token_rows, positions, block_size),
+        rows=work.rows,
+        seq_lens=seq_lens,
+        cu_seqlens_q=np.concatenate([zero, ends]).astype(np.int32),
+        cu_seqlens_k=np.concatenate([zero, np.cumsum(seq_lens)]).astype(np.int32),
+        sampled_rows=work.rows[is_sampled],
+        sampled_tokens=(ends - 1)[is_sampled].astype(np.int32),
+    )
+
+
+class RowMirror:
+    """Owns the host's copy of the device rows as far as records tell it: all but drawn tokens."""
+
+    def __init__(self, max_num_seqs: int, width: int) -> None:
+        self._rows = np.zeros((max_num_seqs, width), dtype=np.int32)
+
+    @property
+    def block_tables(self) -> np.ndarray:  # [max_num_seqs, max_blocks]
+        return self._rows[:, Column.BLOCK_TABLE :]
+
+    def apply(self, moves: np.ndarray, cells: np.ndarray) -> None:
+        if len(moves):
+            self._rows[moves[:, 1]] = self._rows[moves[:, 0]]
+        if len(cells):
+            self._rows.reshape(-1)[cells[:, 0]] = cells[:, 1]
+
+
+class Uploader:
+    """Owns pinned staging memory; copies int32 arrays to the device in one transfer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.int32)] * _NUM_BUFFERS
+        self._turn = 0
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Return device tensors of the same shapes, valid until the second next call at least."""
+        total = sum(array.size for array in arrays)
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        staging = self._buffers[self._turn]
+        if staging.numel() < total:
+            is_cuda = self._device.type == "cuda"
+            staging = torch.empty(max(4096, 2 * total), dtype=torch.int32, pin_memory=is_cuda)
+            self._buffers[self._turn] = staging
+        flat = staging.numpy()
+        spans, start = [], 0
+        for array in arrays:
+            flat[start : start + array.size] = array.reshape(-1)
+            spans.append((start, array))
+            start += array.size
+        # On a CPU the copy is what makes the tensors outlive the staging buffer.
+        on_device = torch.empty(total, dtype=torch.int32, device=self._device)
+        on_device.copy_(staging[:total], non_blocking=True)
+        return [on_device[at : at + a.size].view(a.shape) for at, a in spans]

@@ -1,0 +1,310 @@
+"""Builds the model, owns the KV cache and the device rows, and executes one step after another.
+
+The same code runs on every tensor-parallel rank and on CPU and CUDA. It launches work and returns;
+`StepHandle.wait` is the only place that waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.attention.backend import get_backend
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.kv_cache import (
+    KVCacheShape,
+    MemoryUse,
+    num_blocks_on_cpu,
+    num_blocks_on_cuda,
+)
+from nanovllm.engine.model_inputs import PrefillColumns, RowMirror, Uploader, prefill_columns
+from nanovllm.engine.step import Column, SchedulerOutput, row_width
+from nanovllm.engine.step_handle import OutputBuffers, StepHandle
+from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.layers.sampler import SamplingInputs, draw
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.registry import get_model_class
+from nanovllm.utils.context import ForwardContext
+from nanovllm.utils.device import device_memory
+from nanovllm.utils.loader import load_model
+from nanovllm.utils.parallel import ParallelContext
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Owns the model, the KV cache and the device rows of one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        parallel: ParallelContext,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._model_config = model_config
+        self._parallel = parallel
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._free_at_start = device_memory(device)[0] if self._is_cuda else 0
+        self._block_size = config.kvcache_block_size
+        self._max_num_blocks_per_seq = -(-max_model_len // self._block_size)
+        num_kv_heads = max(1, model_config.num_kv_heads // parallel.tp_size)
+        backend_class = get_backend(
+            config.attention_backend,
+            device=device,
+            dtype=dtype,
+            head_dim=model_config.head_dim,
+            block_size=self._block_size,
+        )
+        self._backend = backend_class(
+            num_heads=model_config.num_heads // parallel.tp_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=model_config.head_dim,
+            block_size=self._block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+        )
+        self._kv_shape = KVCacheShape(
+            model_config.num_layers, self._block_size, num_kv_heads, model_config.head_dim, dtype
+        )
+        self._model = get_model_class(model_config.architecture)(
+            model_config,
+            parallel=parallel,
+            backend=self._backend,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
+        self._load_weights(model_dir)
+        self._make_rows()
+        self._kv_cache = self._kv_shape.allocate(0, device)
+        self._graphs: DecodeGraphs | None = None
+
+    # ---- start-up
+
+    def _load_weights(self, model_dir: Path) -> None:
+        started = time.perf_counter()
+        if self._config.load_format == "dummy":
+            self._model.init_dummy_weights(self._config.seed)
+        else:
+            load_model(self._model, model_dir)
+        logger.info("Model ready in %.2f s", time.perf_counter() - started)
+
+    def _make_rows(self) -> None:
+        num_rows, device = self._config.max_num_seqs, self._device
+        width = row_width(self._max_num_blocks_per_seq)
+        # The last row is no sequence: its first field is the number of rows that decode.
+        self._rows = torch.zeros((num_rows + 1, width), dtype=torch.int32, device=device)
+        self._num_active = self._rows[num_rows, :1]
+        self._active_cell, self._host_num_active = num_rows * width, 0
+        self._mirror = RowMirror(num_rows, width)
+        self._uploader = Uploader(device)
+        self._output_buffers = OutputBuffers(num_rows, device)
+        self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._logits = torch.empty(
+            (num_rows, self._model.lm_head.weight.shape[0]),
+            dtype=self._model.lm_head.weight.dtype,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def init_kv_cache(self) -> int:
+        """Allocate the KV cache; return its number of blocks, the same on every rank."""
+        num_blocks = self._config.num_kvcache_blocks
+        if num_blocks is None:
+            num_blocks = self._measured_num_blocks()
+        num_blocks = self._parallel.min_int(num_blocks, self._device)
+        self._kv_cache = self._kv_shape.allocate(num_blocks, self._device)
+        can_capture = self._is_cuda and self._backend.is_capturable
+        if can_capture and not self._config.enforce_eager:
+            num_rows = self._config.max_num_seqs
+            self._graphs = DecodeGraphs(max_num_seqs=num_rows, device=self._device)
+            # The largest first: smaller ones then fit into the pool that it made.
+            self._graphs.capture(num_rows, self._decode_step)
+        return num_blocks
+
+    def _measured_num_blocks(self) -> int:
+        if not self._is_cuda:
+            num_useful = self._config.max_num_seqs * self._max_num_blocks_per_seq
+            return num_blocks_on_cpu(self._config.cpu_kvcache_space_gib, self._kv_shape, num_useful)
+        weights = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._run_largest_step()
+        torch.cuda.synchronize(self._device)
+        activations = torch.cuda.max_memory_allocated(self._device) - weights
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = device_memory(self._device)
+        memory = MemoryUse(total_bytes, free_bytes, self._free_at_start, weights, activations)
+        return num_blocks_on_cuda(memory, self._config.gpu_memory_utilization, self._kv_shape)
+
+    def _run_largest_step(self) -> None:
+        """One step of the most tokens and the most sampled rows, storing nothing."""
+        max_len = self._max_num_blocks_per_seq * self._block_size
+        num_tokens = self._config.max_num_batched_tokens
+        num_sampled = min(self._config.max_num_seqs, num_tokens)
+        lengths = np.full(num_sampled, num_tokens // num_sampled, dtype=np.int32)
+        lengths[: num_tokens % num_sampled] += 1
+        lengths = np.minimum(lengths, max_len)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        num_tokens = int(ends[-1])
+        columns = PrefillColumns(
+            token_ids=np.zeros(num_tokens, dtype=np.int32),
+            positions=np.zeros(num_tokens, dtype=np.int32),
+            slots=np.full(num_tokens, -1, dtype=np.int32),
+            rows=np.arange(num_sampled, dtype=np.int32),
+            seq_lens=lengths,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            sampled_rows=np.arange(num_sampled, dtype=np.int32),
+            sampled_tokens=ends[1:] - 1,
+        )
+        self._prefill(columns, self._uploader.upload(columns.arrays()), has_cached_prefix=False)
+
+    # ---- steps
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        """Launch a step: change the rows, compute, draw. Does not wait for the device."""
+        num_rows = output.num_decode_rows
+        needs_capture = bool(
+            num_rows and self._graphs is not None and not self._graphs.has(num_rows)
+        )
+        if needs_capture:
+            assert self._graphs is not None
+            self._set_num_active(0)
+            self._graphs.capture(num_rows, self._decode_step)
+        cells = output.cells
+        if num_rows and num_rows != self._host_num_active:
+            self._host_num_active = num_rows
+            active = np.array([[self._active_cell, num_rows]], dtype=np.int32)
+            cells = np.concatenate([cells, active])
+        self._mirror.apply(output.moves, output.cells)
+        arrays = [output.moves, cells]
+        columns = None
+        if output.prefill is not None:
+            columns = prefill_columns(output.prefill, self._mirror.block_tables, self._block_size)
+            arrays += columns.arrays()
+        tensors = self._uploader.upload(arrays) if any(a.size for a in arrays) else []
+        if tensors:
+            self._apply_changes(tensors[0], tensors[1])
+        if columns is not None:
+            assert output.prefill is not None
+            # A row beyond its chunk's start reads what an earlier step, or a row of this one, wrote.
+            has_cached_prefix = bool((output.prefill.first_positions > 0).any())
+            token_ids = self._prefill(columns, tensors[2:], has_cached_prefix=has_cached_prefix)
+        else:
+            token_ids = self._decode(num_rows)
+        return self._output_buffers.send(token_ids)
+
+    def _set_num_active(self, num_active: int) -> None:
+        self._num_active.fill_(num_active)
+        self._host_num_active = num_active
+
+    def _apply_changes(self, moves: torch.Tensor, cells: torch.Tensor) -> None:
+        """Copy moved rows, all read before any is written, then set single fields."""
+        if len(moves):
+            self._rows[moves[:, 1]] = self._rows[moves[:, 0]]
+        if len(cells):
+            self._rows.view(-1)[cells[:, 0]] = cells[:, 1]
+
+    def _prefill(
+        self, columns: PrefillColumns, tensors: list[torch.Tensor], *, has_cached_prefix: bool
+    ) -> torch.Tensor:
+        """Compute packed chunks; return the tokens drawn for chunks that end their sequence."""
+        on_device = PrefillColumns(*tensors)  # type: ignore[arg-type]  # same fields, as tensors
+        num_query = np.diff(columns.cu_seqlens_q)
+        max_seqlen_k = int(columns.seq_lens.max())
+        num_blocks = -(-max_seqlen_k // self._block_size)
+        first = int(Column.BLOCK_TABLE)
+        ctx = ForwardContext(
+            kv_cache=self._kv_cache,
+            is_decode=False,
+            slot_mapping=on_device.slots.long(),
+            block_tables=self._rows[on_device.rows, first : first + num_blocks],
+            seq_lens=on_device.seq_lens,
+            cu_seqlens_q=on_device.cu_seqlens_q,
+            cu_seqlens_k=on_device.cu_seqlens_k,
+            max_seqlen_q=int(num_query.max()),
+            max_seqlen_k=max_seqlen_k,
+            has_cached_prefix=has_cached_prefix,
+            host_seqlens=tuple(zip(num_query.tolist(), columns.seq_lens.tolist(), strict=True)),
+        )
+        ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
+        hidden = self._model(on_device.token_ids, on_device.positions, ctx)
+        num_sampled = len(columns.sampled_rows)
+        token_ids = self._token_ids[:num_sampled]
+        if num_sampled:
+            rows = self._rows[on_device.sampled_rows, :first]
+            logits = self._model.compute_logits(
+                hidden[on_device.sampled_tokens], out=self._logits[:num_sampled]
+            )
+            # The drawn token's position is the number of tokens before it.
+            positions = on_device.positions[on_device.sampled_tokens] + 1
+            self._draw(logits, rows, positions, token_ids)
+            self._rows[on_device.sampled_rows, int(Column.LAST_TOKEN)] = token_ids
+        return token_ids
+
+    def _decode(self, num_rows: int) -> torch.Tensor:
+        if self._graphs is not None:
+            self._graphs.replay(num_rows)
+        else:
+            self._decode_step(num_rows)
+        return self._token_ids[:num_rows]
+
+    @torch.inference_mode()
+    def _decode_step(self, num_rows: int) -> None:
+        """One token for each row, from the rows to the rows: all of it static, so it is captured."""
+        first = int(Column.BLOCK_TABLE)
+        rows = self._rows[:num_rows]
+        inputs = decode_inputs(self._rows, self._num_active, num_rows, self._block_size, first)
+        ctx = ForwardContext(
+            kv_cache=self._kv_cache,
+            is_decode=True,
+            slot_mapping=inputs.slots,
+            block_tables=rows[:, first:],
+            seq_lens=inputs.seq_lens,
+        )
+        ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
+        hidden = self._model(inputs.input_ids, inputs.positions, ctx)
+        logits = self._model.compute_logits(hidden, out=self._logits[:num_rows])
+        token_ids = self._token_ids[:num_rows]
+        self._draw(logits, rows, inputs.seq_lens, token_ids)
+        rows[:, int(Column.LAST_TOKEN)] = token_ids
+
+    def _draw(
+        self,
+        logits: torch.Tensor,  # [num_sampled, shard_size]
+        rows: torch.Tensor,  # [num_sampled, at least the header] int32
+        positions: torch.Tensor,  # [num_sampled] int32, of the drawn tokens
+        token_ids: torch.Tensor,  # [num_sampled] int32, written in place
+    ) -> None:
+        inputs = SamplingInputs(
+            temperatures=rows.view(torch.float32)[:, Column.TEMPERATURE],
+            key_lo=rows[:, Column.KEY_LO],
+            key_hi=rows[:, Column.KEY_HI],
+            positions=positions,
+        )
+        draw(logits, inputs, self._model.lm_head, self._parallel, token_ids)
+
+    def close(self) -> None:
+        """Give the device's memory back. The runner cannot be used afterwards."""
+        if self._graphs is not None:
+            self._graphs.clear()
+        del self._model, self._backend, self._kv_cache, self._logits, self._rows, self._num_active
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()

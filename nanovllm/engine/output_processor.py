@@ -1,0 +1,224 @@
+"""Text as it comes, stop strings, and the n generations of a request put together.
+
+Only sequences with a stop string or a stream pay for text before they end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.engine.logprobs import SequenceLogprobs
+from nanovllm.engine.scheduler import SequenceUpdates
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import StepOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(slots=True)
+class Request:
+    """What a user asked for, and what has come of it. Written by the OutputProcessor."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seqs: list[Sequence]
+    is_streamed: bool = False
+    texts: dict[int, IncrementalText] = field(default_factory=dict)  # by sample, where needed
+    logprobs: dict[int, SequenceLogprobs] = field(default_factory=dict)
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)
+
+
+class IncrementalText:
+    """The text of a growing list of token ids, decoded in small windows.
+
+    A character whose bytes are not all there yet is held back, so no piece ends in half a character.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._options = decode_options(params)
+        self._ids: list[int] = []
+        self._start = 0  # decoded again each time, since decoding depends on what stands before
+        self._end = 0  # tokens before it are in `text`
+        self.text = ""
+
+    def push(self, token_id: int) -> None:
+        self._ids.append(token_id)
+        old = self._decode(self._start, self._end)
+        new = self._decode(self._start, len(self._ids))
+        if len(new) > len(old) and not new.endswith(_REPLACEMENT):
+            self.text += new[len(old) :]
+            self._start, self._end = self._end, len(self._ids)
+
+    def _decode(self, start: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:end], **self._options))
+
+
+def decode_options(params: SamplingParams) -> dict[str, bool]:
+    return {
+        "skip_special_tokens": params.skip_special_tokens,
+        "spaces_between_special_tokens": params.spaces_between_special_tokens,
+    }
+
+
+def find_stop(text: str, stops: tuple[str, ...], searched: int) -> tuple[int, str] | None:
+    """The stop string that begins first in `text`, and where; the longest of those that tie.
+
+    searched: leading characters in which no stop string ends
+    """
+    hits = []
+    for stop in stops:
+        start = text.find(stop, max(0, searched - len(stop) + 1))
+        if start >= 0:
+            hits.append((start, -len(stop), stop))
+    if not hits:
+        return None
+    start, _, stop = min(hits)
+    return start, stop
+
+
+class OutputProcessor:
+    """Owns the texts so far, and the requests that are not finished."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self.requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        needs_text = request.params.stop or request.is_streamed
+        if needs_text and self._tokenizer is not None:
+            for sample in range(len(request.seqs)):
+                request.texts[sample] = IncrementalText(self._tokenizer, request.params)
+        if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+            for sample in range(len(request.seqs)):
+                request.logprobs[sample] = SequenceLogprobs(self._tokenizer, request.params)
+
+    def discard(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+
+    def process(
+        self, updates: SequenceUpdates, step_output: StepOutput
+    ) -> tuple[list[RequestOutput], list[tuple[Sequence, str]]]:
+        """Take in what a step drew.
+
+        Returns:
+            requests that are finished now, and streamed ones that have more text
+            (sequence, stop string) of sequences that must not go on
+        """
+        stopped: list[tuple[Sequence, str]] = []
+        touched: dict[str, Request] = {}
+        for seq, place in updates.watched:
+            request = self.requests.get(seq.request_id)
+            if request is None:
+                continue  # aborted while the step ran
+            sample = seq.sample_index
+            if request.params.logprobs is not None and step_output.logprobs is not None:
+                request.logprobs[sample].push(step_output.logprobs, place)
+            text = request.texts.get(sample)
+            if text is None:
+                continue
+            searched = len(text.text)
+            text.push(seq.token_ids[-1])
+            hit = None
+            if seq.num_output_tokens > request.params.min_tokens:
+                hit = find_stop(text.text, request.params.stop, searched)
+            if hit is not None:
+                self._complete(request, seq, stop=hit)
+                stopped.append((seq, hit[1]))
+            if hit is not None or request.is_streamed:
+                touched[request.request_id] = request
+        for seq in updates.finished:
+            request = self.requests.get(seq.request_id)
+            if request is not None:
+                touched[request.request_id] = request
+                if seq.sample_index not in request.completions:
+                    self._complete(request, seq)
+        return self._outputs(touched), stopped
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request as it stands: its text so far, finish_reason "abort"."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        for seq in request.seqs:
+            if seq.sample_index not in request.completions:
+                self._complete(request, seq)
+        return self._outputs({request_id: request})[0]
+
+    def _complete(
+        self, request: Request, seq: Sequence, stop: tuple[int, str] | None = None
+    ) -> None:
+        """Make the final output of one generation."""
+        params = request.params
+        token_ids = seq.token_ids[seq.num_prompt_tokens :]
+        reason, stop_reason = seq.finish_reason, seq.stop_reason
+        if stop is not None:
+            start, stop_reason = stop
+            end = start + len(stop_reason) if params.include_stop_str_in_output else start
+            reason, text = "stop", request.texts[seq.sample_index].text[:end]
+        else:
+            text = self._final_text(token_ids, seq, params)
+        logprobs = request.logprobs.get(seq.sample_index)
+        request.completions[seq.sample_index] = CompletionOutput(
+            index=seq.sample_index,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            cumulative_logprob=logprobs.cumulative
+            if logprobs and params.logprobs is not None
+            else None,
+            logprobs=logprobs.positions if logprobs and params.logprobs is not None else None,
+        )
+
+    def _final_text(self, token_ids: list[int], seq: Sequence, params: SamplingParams) -> str:
+        if self._tokenizer is None or not params.detokenize:
+            return ""
+        # A stop id given by the user may be an ordinary token: it is kept in the ids, not the text.
+        is_stop_id = seq.finish_reason == "stop" and seq.stop_reason is not None
+        if is_stop_id and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        return str(self._tokenizer.decode(token_ids, **decode_options(params)))
+
+    def _outputs(self, touched: dict[str, Request]) -> list[RequestOutput]:
+        outputs = []
+        for request_id, request in touched.items():
+            is_finished = len(request.completions) == len(request.seqs)
+            if is_finished:
+                del self.requests[request_id]
+            elif not request.is_streamed:
+                continue
+            outputs.append(self._output(request, is_finished))
+        return outputs
+
+    def _output(self, request: Request, is_finished: bool) -> RequestOutput:
+        completions = []
+        for seq in request.seqs:
+            done = request.completions.get(seq.sample_index)
+            completions.append(done or self._partial(request, seq))
+        first = request.logprobs.get(0)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=completions,
+            finished=is_finished,
+            num_cached_tokens=request.seqs[0].num_cached_tokens,
+            prompt_logprobs=first.prompt_positions if first is not None else None,
+        )
+
+    def _partial(self, request: Request, seq: Sequence) -> CompletionOutput:
+        # Text that may turn out to be the beginning of a stop string is not shown yet.
+        text = request.texts[seq.sample_index].text
+        longest = max((len(stop) for stop in request.params.stop), default=1)
+        return CompletionOutput(
+            index=seq.sample_index,
+            text=text[: max(0, len(text) - (longest - 1))],
+            token_ids=seq.token_ids[seq.num_prompt_tokens :],
+        )

@@ -1,0 +1,269 @@
+"""From prompts and parameters to requests: tokenised in batches and checked at the door."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.output_processor import Request
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.noise import make_key
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int] | Mapping[str, Any]
+_TOKENIZE_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sequence may be, as the model and the KV cache allow."""
+
+    max_model_len: int  # prompt and output together
+    num_cache_tokens: int  # what the whole KV cache holds
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BadPrompt:
+    """A prompt that cannot run, and why."""
+
+    index: int
+    prompt: str | None
+    reason: str
+
+
+class RequestBuilder:
+    """Owns the numbering of requests, from which ids and unset seeds derive."""
+
+    def __init__(
+        self, tokenizer: Any | None, limits: Limits, stop_token_ids: list[int], seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._stop_token_ids = stop_token_ids
+        self._seed = seed
+        self._numbers = count()
+        self._seq_ids = count()
+
+    def build(
+        self,
+        prompts: list[Any],
+        params: list[SamplingParams],
+        *,
+        add_special_tokens: bool = True,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Request | BadPrompt]:
+        """Tokenise and check all prompts; one result for each, in order. Changes nothing else."""
+        results: list[Request | BadPrompt] = []
+        for start in range(0, len(prompts), _TOKENIZE_BATCH):
+            batch = prompts[start : start + _TOKENIZE_BATCH]
+            texts, token_lists, reasons = self._tokenize(batch, add_special_tokens)
+            for offset, (text, token_ids, reason) in enumerate(
+                zip(texts, token_lists, reasons, strict=True)
+            ):
+                index = start + offset
+                reason = reason or self._obstacle(token_ids, params[index])
+                if reason is None:
+                    results.append(self._request(text, token_ids, params[index]))
+                else:
+                    results.append(BadPrompt(index, text, reason))
+            if on_progress is not None:
+                on_progress(len(batch))
+        return results
+
+    def _tokenize(
+        self, prompts: list[Any], add_special_tokens: bool
+    ) -> tuple[list[str | None], list[list[int]], list[str | None]]:
+        """Texts, ids and reasons of refusal, one of each for a prompt."""
+        texts: list[str | None] = [None] * len(prompts)
+        token_lists: list[list[int]] = [[] for _ in prompts]
+        reasons: list[str | None] = [None] * len(prompts)
+        for place, prompt in enumerate(prompts):
+            try:
+                texts[place], token_lists[place] = _split_prompt(prompt)
+            except (TypeError, ValueError) as error:
+                reasons[place] = str(error)
+        todo = [
+            place
+            for place, text in enumerate(texts)
+            if text is not None and not token_lists[place] and reasons[place] is None
+        ]
+        if todo and self.tokenizer is None:
+            for place in todo:
+                reasons[place] = "is text, but the model has no tokenizer; pass token ids"
+        elif todo:
+            encoded = self.tokenizer(  # type: ignore[misc]  # not None: checked above
+                [texts[place] for place in todo], add_special_tokens=add_special_tokens
+            )
+            for place, token_ids in zip(todo, encoded["input_ids"], strict=True):
+                token_lists[place] = token_ids
+        return texts, token_lists, reasons
+
+    def _obstacle(self, token_ids: list[int], params: SamplingParams) -> str | None:
+        """Why a request can never run, or None."""
+        limits, num_tokens = self.limits, len(token_ids)
+        if num_tokens == 0:
+            return "is empty: it has no token to continue from. Give it at least one token"
+        if num_tokens + 1 > limits.max_model_len:
+            return (
+                f"has {num_tokens} tokens; with one to generate that exceeds max_model_len = "
+                f"{limits.max_model_len}. Shorten it or raise max_model_len"
+            )
+        if num_tokens > limits.num_cache_tokens:
+            return (
+                f"has {num_tokens} tokens, more than the whole KV cache holds "
+                f"({limits.num_cache_tokens}). Shorten it or give the cache more memory"
+            )
+        smallest, largest = min(token_ids), max(token_ids)
+        if smallest < 0 or largest >= limits.vocab_size:
+            bad = smallest if smallest < 0 else largest
+            return f"has token id {bad}; ids must be in [0, {limits.vocab_size})"
+        return self._params_obstacle(params)
+
+    def _params_obstacle(self, params: SamplingParams) -> str | None:
+        vocab_size = self.limits.vocab_size
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        }
+        for name, ids in named.items():
+            bad = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+            if bad:
+                return f"has {name} with id {bad[0]}; ids must be in [0, {vocab_size})"
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            return "asks for stop strings or bad words, but the model has no tokenizer"
+        return None
+
+    def _request(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
+        number = next(self._numbers)
+        seed = params.seed
+        if seed is None:
+            low, high = make_key(self._seed, number)
+            seed = (high << 32) | (low & 0xFFFFFFFF)
+        request_id = str(number)
+        limit = self._max_num_tokens(len(token_ids), params)
+        barred = set(params.stop_token_ids) | set(self._stop_token_ids)
+        seqs = [
+            Sequence(
+                seq_id=next(self._seq_ids),
+                request_id=request_id,
+                token_ids=list(token_ids),
+                params=params,
+                max_num_tokens=limit,
+                noise_key=make_key(seed, sample),
+                sample_index=sample,
+                is_watched=bool(params.stop) or params.logprobs is not None,
+                barred_until_min_len=tuple(sorted(barred)),
+                bad_word_ids=self._bad_word_ids(params),
+            )
+            for sample in range(params.n)
+        ]
+        return Request(request_id, text, token_ids, params, seqs)
+
+    def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        # The last token's KV is never needed: a full cache still allows one more.
+        limit = min(self.limits.max_model_len, self.limits.num_cache_tokens + 1)
+        if params.max_tokens is None:
+            return limit
+        return min(limit, num_prompt_tokens + params.max_tokens)
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as it is encoded at the start of a text and, if that differs, inside one."""
+        runs: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for spelling in (word, " " + word.lstrip()):
+                ids = self.tokenizer.encode(spelling, add_special_tokens=False)  # type: ignore[union-attr]
+                if ids:
+                    runs[tuple(ids)] = None
+        return tuple(runs)
+
+
+def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
+    """All of `prompts` as a list, and whether it was a single one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts], True
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu":
+        return [prompts.tolist()], True
+    if not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts must be a string, a list of token ids, a dict with 'prompt' or "
+            f"'prompt_token_ids', or an iterable of those, got {type(prompts).__name__}."
+        )
+    items = list(prompts)
+    is_single = bool(items) and all(
+        isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items
+    )
+    return ([items], True) if is_single else (items, False)
+
+
+def params_list(
+    params: SamplingParams | Iterable[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """One SamplingParams for each prompt."""
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            "sampling_params must be a SamplingParams or one for each prompt, "
+            f"got {type(params).__name__}."
+        )
+    items = list(params)
+    for index, item in enumerate(items):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(
+                f"sampling_params[{index}] must be a SamplingParams, got {type(item).__name__}."
+            )
+    if len(items) != num_prompts:
+        raise ValueError(
+            f"sampling_params has {len(items)} entries for {num_prompts} prompts. "
+            "Pass one SamplingParams for all, or exactly one for each prompt."
+        )
+    return items
+
+
+def _split_prompt(prompt: Any) -> tuple[str | None, list[int]]:
+    """Text and ids of a prompt in any of its forms; the ids are empty where text must be encoded."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("is empty: it has no token to continue from. Give it some text")
+        return prompt, []
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise ValueError(
+                "is a dict, which may have the keys 'prompt' and 'prompt_token_ids' and must have "
+                f"one of them, got {sorted(map(str, prompt))}"
+            )
+        text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"has 'prompt' of type {type(text).__name__}; it must be a string")
+        ids = prompt.get("prompt_token_ids")
+        if ids is None:
+            return _split_prompt("" if text is None else text)
+        return text, _token_list(ids)
+    return None, _token_list(prompt)
+
+
+def _token_list(ids: Any) -> list[int]:
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()  # NumPy and torch
+    if not isinstance(ids, list | tuple):
+        raise TypeError(
+            f"must be a string, token ids or a dict with one of them, got {type(ids).__name__}"
+        )
+    try:
+        if any(isinstance(token_id, bool) for token_id in ids):
+            raise TypeError
+        token_ids = [operator.index(token_id) for token_id in ids]
+    except TypeError:
+        bad = next(i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__"))
+        raise TypeError(f"has {bad!r} among its token ids, which must be integers") from None
+    if not token_ids:
+        raise ValueError("is empty: it has no token to continue from. Give it at least one id")
+    return token_ids

@@ -1,0 +1,207 @@
+"""The host's mirror of the packed device rows, and the changes to them that the next step carries.
+
+Steady decode touches whole NumPy columns only; Python loops run over rows that join, leave or need
+blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.row_params import param_cells, row_features, row_rules
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Column, row_width
+
+_BLOCKS_AHEAD = 4  # a row then asks for blocks once in four block lengths
+
+
+class RowTable:
+    """Owns which running sequence sits in which device row, and columns of facts about each."""
+
+    def __init__(self, max_num_seqs: int, blocks: BlockManager, max_model_len: int) -> None:
+        self._blocks = blocks
+        self._width = row_width(blocks.num_blocks_for(max_model_len))
+        self._rows: list[Sequence | None] = []  # None is a hole that the next step packs
+        self._num_holes = 0
+        self._num_joined = 0
+        # One column a fact, indexed by row.
+        self._len = np.zeros(
+            max_num_seqs, dtype=np.int64
+        )  # expected tokens, any in flight included
+        self._limit = np.zeros(max_num_seqs, dtype=np.int64)
+        self._final_len = np.zeros(max_num_seqs, dtype=np.int64)  # predicted
+        self._shared = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in blocks found by prefix
+        self._capacity = np.zeros(max_num_seqs, dtype=np.int64)  # tokens the block table can hold
+        self._has_drawn = np.zeros(max_num_seqs, dtype=bool)  # the prefill is behind it
+        self._is_watched = np.zeros(max_num_seqs, dtype=bool)
+        self._ignores_eos = np.zeros(max_num_seqs, dtype=bool)
+        self._features = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
+        self._order = np.zeros(max_num_seqs, dtype=np.int64)  # of admission
+        self._columns = (
+            self._len, self._limit, self._final_len, self._shared, self._capacity, self._has_drawn,
+            self._is_watched, self._ignores_eos, self._features, self._num_logprobs, self._order,
+        )  # fmt: skip
+        self._sources: dict[int, int] = {}  # row -> the row it was moved from since the last step
+        self._cells: list[np.ndarray] = []
+        self._rules: list[np.ndarray] = []
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self._rows) - self._num_holes
+
+    def join(self, seq: Sequence, final_len: int) -> None:
+        """Append a row for `seq`, whose block table covers all its known tokens."""
+        self._pack()
+        row = len(self._rows)
+        self._rows.append(seq)
+        seq.row = row
+        num_tokens = len(seq.token_ids)
+        params = seq.params
+        self._len[row] = num_tokens
+        self._limit[row] = seq.max_num_tokens
+        self._final_len[row] = final_len
+        self._shared[row] = seq.num_computed_tokens
+        self._capacity[row] = len(seq.block_table) * self._blocks.block_size
+        self._has_drawn[row] = False
+        self._is_watched[row] = seq.is_watched or bool(params.stop_token_ids)
+        self._ignores_eos[row] = params.ignore_eos
+        self._features[row] = row_features(params)
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._order[row] = self._num_joined
+        self._num_joined += 1
+        # The token that the prefill draws is counted at once: no other step reads the field earlier.
+        cells = param_cells(seq)
+        cells[Column.SEQ_LEN] = num_tokens + 1
+        header = np.array(list(cells.items()), dtype=np.int64)
+        header[:, 0] += row * self._width
+        self._cells.append(header)
+        self._set_blocks(row, 0, seq.block_table)
+        self._rules.extend(row_rules(seq))
+
+    def leave(self, seq: Sequence) -> int:
+        """Take `seq` out of its row; return its expected number of tokens."""
+        row, seq.row = seq.row, -1
+        self._rows[row] = None
+        self._num_holes += 1
+        return int(self._len[row])
+
+    def extend_block_tables(self) -> bool:
+        """Give every row blocks for its next token; False, and nothing done, if there are too few."""
+        self._pack()
+        num_rows, block_size = len(self._rows), self._blocks.block_size
+        short = np.flatnonzero(self._len[:num_rows] > self._capacity[:num_rows])
+        if not len(short):
+            return True
+        num_free = self._blocks.num_free_blocks
+        if len(short) > num_free:
+            return False
+        # Reserving ahead must not make another row wait for a block.
+        ahead = _BLOCKS_AHEAD if num_free > 2 * _BLOCKS_AHEAD * num_rows else 1
+        for row in short.tolist():
+            seq = self._rows[row]
+            assert seq is not None
+            num_held = len(seq.block_table)
+            num_useful = self._blocks.num_blocks_for(int(self._limit[row]) - 1) - num_held
+            new_ids = self._blocks.append(seq.block_table, max(1, min(ahead, num_useful)))
+            self._set_blocks(row, num_held, new_ids)
+            self._capacity[row] = len(seq.block_table) * block_size
+        return True
+
+    def draw(self, rows: np.ndarray, *, is_decode: bool) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """Count the token that a step is about to draw in each of `rows`.
+
+        Returns:
+            needs_look: [num_rows] bool, watched or at its limit with this token
+            ignores_eos: [num_rows] bool
+            the union of the rows' SamplingFeature bits, and their largest `logprobs` (-1 for none)
+        """
+        picked = slice(0, len(rows)) if is_decode else rows  # decode: all rows, in order
+        self._len[picked] += 1
+        self._has_drawn[picked] = True
+        needs_look = self._is_watched[picked] | (self._len[picked] >= self._limit[picked])
+        features = int(np.bitwise_or.reduce(self._features[picked], initial=0))
+        max_logprobs = int(self._num_logprobs[picked].max(initial=-1))
+        return needs_look, self._ignores_eos[picked].copy(), features, max_logprobs
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Moves, cells and rules since the last call, as `SchedulerOutput` wants them."""
+        self._pack()
+        moves = np.array([(s, row) for row, s in self._sources.items()], dtype=np.int32).reshape(
+            -1, 2
+        )
+        cells = np.concatenate(self._cells or [np.zeros((0, 2))]).astype(np.int32)
+        rules = np.concatenate(self._rules or [np.zeros(0)]).astype(np.int32)
+        self._sources, self._cells, self._rules = {}, [], []
+        return moves, cells, rules
+
+    def packed_seqs(self) -> list[Sequence]:
+        """The running sequences in row order; the table must be packed."""
+        assert not self._num_holes
+        return list(self._rows)  # type: ignore[arg-type]  # no holes: no None
+
+    def max_len(self) -> int:
+        return int(self._len[: len(self._rows)].max(initial=0))
+
+    def num_computed_tokens(self, seq: Sequence) -> int:
+        """Tokens whose KV is computed by steps launched so far."""
+        has_drawn = self._has_drawn[seq.row]
+        return int(self._len[seq.row]) - 1 if has_drawn else seq.num_computed_tokens
+
+    def lengths_with(self, num_tokens: int, final_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Own KV entries now and at the predicted end, of each row and of one more sequence."""
+        is_held = np.array([seq is not None for seq in self._rows], dtype=bool)
+        rows = np.flatnonzero(is_held)
+        lengths = self._len[rows]
+        final = np.minimum(np.maximum(self._final_len[rows], lengths + 16), self._limit[rows])
+        shared = self._shared[rows]
+        return np.append(lengths - shared, num_tokens), np.append(final - shared, final_len)
+
+    def seqs_at_limit(self) -> list[Sequence]:
+        return self._seqs_where(self._len >= self._limit)
+
+    def seqs_at_block_border(self) -> list[Sequence]:
+        """Rows that just computed the last token of a block."""
+        return self._seqs_where((self._len - 1) % self._blocks.block_size == 0)
+
+    def seqs_by_admission(self) -> list[Sequence]:
+        seqs = [seq for seq in self._rows if seq is not None]
+        return sorted(seqs, key=lambda seq: int(self._order[seq.row]))
+
+    def check_invariants(self) -> None:
+        assert self._rows.count(None) == self._num_holes
+        for row, seq in enumerate(self._rows):
+            if seq is not None:
+                assert seq.row == row
+                assert self._capacity[row] == len(seq.block_table) * self._blocks.block_size
+                assert self.num_computed_tokens(seq) <= self._capacity[row]
+                assert self._len[row] <= self._limit[row]
+
+    def _seqs_where(self, mask: np.ndarray) -> list[Sequence]:
+        picked = [self._rows[row] for row in np.flatnonzero(mask[: len(self._rows)]).tolist()]
+        return [seq for seq in picked if seq is not None]
+
+    def _set_blocks(self, row: int, first: int, block_ids: list[int]) -> None:
+        cells = np.empty((len(block_ids), 2), dtype=np.int64)
+        cells[:, 0] = row * self._width + Column.BLOCK_TABLE + first + np.arange(len(block_ids))
+        cells[:, 1] = block_ids
+        self._cells.append(cells)
+
+    def _pack(self) -> None:
+        """Move rows from the end into holes. Only before rows join in a step, so moves come first."""
+        if not self._num_holes:
+            return
+        holes = [row for row, seq in enumerate(self._rows) if seq is None]
+        num_rows = len(self._rows) - len(holes)
+        tail = [row for row in range(num_rows, len(self._rows)) if self._rows[row] is not None]
+        for source, hole in zip(tail, holes[: len(tail)], strict=True):
+            seq = self._rows[source]
+            assert seq is not None
+            self._rows[hole], seq.row = seq, hole
+            for column in self._columns:
+                column[hole] = column[source]
+            # A row may move twice between two steps; the device copies all rows at once.
+            self._sources[hole] = self._sources.pop(source, source)
+        del self._rows[num_rows:]
+        self._num_holes = 0

@@ -1,0 +1,61 @@
+"""One generation: its tokens, how far it has come, and what it may still do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"  # never run yet, or preempted: no row, no blocks
+    RUNNING = "running"  # holds a row and blocks
+    DRAINING = "draining"  # reached its length; gave row and blocks back, last token on its way
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One of a request's n generations. Written by the Scheduler only (`block_table`: BlockManager).
+
+    There is no prefill or decode state: a step computes some of the tokens that are not computed yet.
+    """
+
+    seq_id: int
+    request_id: str
+    token_ids: list[int]  # prompt and generated tokens whose values have reached the host
+    params: SamplingParams
+    max_num_tokens: int  # prompt and output together
+    noise_key: tuple[int, int]
+    sample_index: int = 0  # which of the request's n
+    is_watched: bool = False  # a stop string, stream or logprobs want every token as it comes
+    barred_until_min_len: tuple[int, ...] = ()  # stop ids that `min_tokens` holds back
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0  # KV is in the cache, or will be when the launched steps are done
+    num_cached_tokens: int = 0  # prefix hits of the first admission
+    num_expected_tokens: int = 0  # `token_ids` and the one a launched step is drawing
+    block_table: list[int] = field(default_factory=list)
+    num_indexed_blocks: int = 0  # leading blocks that went through the prefix index
+    row: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_expected_tokens = len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_token_in_flight(self) -> bool:
+        return len(self.token_ids) < self.num_expected_tokens

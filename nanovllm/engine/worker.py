@@ -1,0 +1,253 @@
+"""Tensor-parallel worker processes: how they start, what they do, how they end.
+
+A worker ignores Ctrl-C, obeys rank 0, and ends when rank 0 is gone, however that happened. Rank 0
+watches the workers while it waits, and raises with a worker's own traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.step import SchedulerOutput
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.channel import ChannelReceiver, ChannelSender
+from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.parallel import ParallelContext, join_group
+
+logger = logging.getLogger(__name__)
+
+STEP, CALL, STOP = b"S", b"C", b"X"  # first byte of a message
+_STOP_TIMEOUT_S = 10.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """All that a rank needs to build its ModelRunner."""
+
+    config: Config
+    model_config: ModelConfig
+    model_dir: Path
+    max_model_len: int
+
+    def device(self, tp_rank: int) -> torch.device:
+        return resolve_device(self.config.device, tp_rank)
+
+    def build(self, parallel: ParallelContext) -> ModelRunner:
+        device = self.device(parallel.tp_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dtype = resolve_dtype(self.config.dtype, self.model_config.dtype, device)
+        return ModelRunner(
+            self.config,
+            self.model_config,
+            self.model_dir,
+            max_model_len=self.max_model_len,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class WorkerGroup:
+    """Owns the worker processes, the channel to them and the meeting place of all ranks."""
+
+    def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "LLM(tensor_parallel_size > 1) starts processes that import your script. "
+                "Put the script's code under `if __name__ == '__main__':`."
+            )
+        self._spec = spec
+        self._tp_size = tp_size
+        # Readable by this user only, and gone once all ranks have met.
+        self._directory = tempfile.mkdtemp(prefix="nanovllm-")
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._commands: list[Connection] = []
+        self._replies: list[Connection] = []
+        self._sender: ChannelSender | None = None
+        self._finalizer = weakref.finalize(
+            self, _end, self._processes, self._commands, self._directory
+        )
+        for rank in range(1, tp_size):
+            commands, worker_commands = context.Pipe()
+            replies, worker_replies = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_worker,
+                args=(spec, rank, tp_size, self._store_path, worker_commands, worker_replies),
+                name=f"nanovllm-tp{rank}",
+                daemon=True,
+            )
+            process.start()
+            worker_commands.close()
+            worker_replies.close()
+            self._processes.append(process)
+            self._commands.append(commands)
+            self._replies.append(replies)
+        self.collect()  # every worker is up, before rank 0 waits for them where it cannot watch
+        pids = [process.pid or 0 for process in self._processes]
+        self._sender = ChannelSender(self._commands, pids)
+
+    @property
+    def _store_path(self) -> str:
+        return str(Path(self._directory) / "store")
+
+    def join(self) -> ParallelContext:
+        """Meet the workers; call once, on rank 0."""
+        return join_group(self._store_path, 0, self._tp_size, self._spec.device(0))
+
+    def send(self, kind: bytes, payload: bytes) -> None:
+        assert self._sender is not None
+        try:
+            self._sender.send(kind + payload, self.check_alive)
+        except OSError:  # the reading end is gone: say why
+            self.check_alive(patience_s=2.0)
+            raise
+
+    def collect(self) -> None:
+        """Wait until every worker has replied to the last command."""
+        for replies in self._replies:
+            while not replies.poll(0.2):
+                self.check_alive()
+            self._read_reply(replies)
+
+    def on_rank_0(self, work: Callable[[], _T]) -> _T:
+        """Do rank 0's share of what the workers do; if it fails since one of them died, say so."""
+        try:
+            return work()
+        except RuntimeError:
+            self.check_alive(patience_s=2.0)
+            raise
+
+    def check_alive(self, patience_s: float = 0.0) -> None:
+        """Raise with a worker's traceback if one has failed or ended."""
+        for place, (process, replies) in enumerate(
+            zip(self._processes, self._replies, strict=True)
+        ):
+            process.join(patience_s)
+            if process.is_alive():
+                continue
+            while replies.poll():
+                try:
+                    self._read_reply(replies)
+                except EOFError:
+                    break
+            raise RuntimeError(
+                f"Tensor-parallel worker {place + 1} ended with exit code {process.exitcode} "
+                "(negative: killed by that signal). The engine must be closed. If it ended at "
+                "start-up, is the script's code under `if __name__ == '__main__':`?"
+            )
+
+    def close(self) -> None:
+        """End the workers, gently first. A second call does nothing."""
+        if self._sender is not None:
+            try:
+                if all(process.is_alive() for process in self._processes):
+                    self._sender.send(STOP, lambda: None)
+            except (OSError, ValueError):
+                pass  # gone already
+            self._sender.close()
+            self._sender = None
+        self._finalizer()
+
+    def _read_reply(self, replies: Connection) -> None:
+        try:
+            error = replies.recv()
+        except EOFError:
+            self.check_alive(patience_s=2.0)
+            raise
+        if error is not None:
+            rank = self._replies.index(replies) + 1
+            raise RuntimeError(f"Tensor-parallel worker {rank} failed:\n{error}")
+
+
+def _end(processes: list[BaseProcess], commands: list[Connection], directory: str) -> None:
+    for connection in commands:
+        connection.close()  # a worker that waits for a command sees the end of file
+    for process in processes:
+        process.join(_STOP_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    processes.clear()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+# ---- in the worker process
+
+
+def _run_worker(
+    spec: RunnerSpec,
+    tp_rank: int,
+    tp_size: int,
+    store_path: str,
+    commands: Connection,
+    replies: Connection,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
+    receiver = ChannelReceiver(commands, tp_rank - 1, tp_size - 1)
+    try:
+        replies.send(None)
+        runner = spec.build(join_group(store_path, tp_rank, tp_size, spec.device(tp_rank)))
+        replies.send(None)
+        _serve(runner, receiver, replies)
+        runner.close()
+    except EOFError:
+        pass  # rank 0 is gone
+    except BaseException:
+        replies.send(traceback.format_exc())
+        replies.close()
+        raise SystemExit(1) from None
+    finally:
+        receiver.close()
+
+
+def _serve(runner: ModelRunner, receiver: ChannelReceiver, replies: Connection) -> None:
+    in_flight: deque[Any] = deque()
+    while True:
+        message = receiver.receive()
+        kind, payload = message[:1], memoryview(message)[1:]
+        if kind == STEP:
+            in_flight.append(runner.execute(SchedulerOutput.from_bytes(payload)))
+            # Not further ahead of the device than rank 0: staging buffers are reused.
+            while len(in_flight) > 2:
+                in_flight.popleft().wait()
+        elif kind == CALL:
+            # Only this engine's rank 0 can write here: the memory has no name, the socket no path.
+            name, args = pickle.loads(payload)
+            getattr(runner, name)(*args)
+            replies.send(None)
+        else:
+            return
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    # Not sys.exit: the main thread may wait in a collective that will never end.
+    os._exit(1)

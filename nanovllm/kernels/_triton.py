@@ -1,0 +1,57 @@
+"""Triton, or stand-ins that let kernel modules import where it is not installed.
+
+Kernel files write `from nanovllm.kernels._triton import tl, triton, use_triton`. Without Triton
+their decorated functions stay plain Python functions that nobody calls.
+"""
+
+from typing import Any
+
+import torch
+
+HAS_TRITON: bool
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _StandIn:
+        """Answers every attribute, call and decorator, so that a module's top level runs."""
+
+        def __getattr__(self, name: str) -> Any:
+            # Dunder look-ups (copy, pickle, inspect) must fail as they do for any object.
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _StandIn()
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            # `@triton.jit` keeps the function; `@triton.jit(...)` and the like return a decorator.
+            if len(args) == 1 and not kwargs and callable(args[0]):
+                return args[0]
+            return _StandIn()
+
+    class _TritonStandIn(_StandIn):
+        @staticmethod
+        def cdiv(x: int, y: int) -> int:
+            return -(-x // y)
+
+        @staticmethod
+        def next_power_of_2(n: int) -> int:
+            return 1 << (n - 1).bit_length() if n > 0 else 0
+
+    triton: Any = _TritonStandIn()  # type: ignore[no-redef]  # same name, two branches
+    tl: Any = _StandIn()  # type: ignore[no-redef]  # same name, two branches
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether a public kernel function should launch Triton for `tensor`.
+
+    Only for CUDA tensors: the interpreter is for tests, which call `<name>_triton` themselves.
+    """
+    return HAS_TRITON and tensor.is_cuda
+
+
+__all__ = ["HAS_TRITON", "tl", "triton", "use_triton"]

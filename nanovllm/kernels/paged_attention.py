@@ -1,0 +1,263 @@
+"""Decode attention over the paged KV cache: one query token per sequence.
+
+Program (kv_head, i) takes item i of the plan's work list: some tokens of one row. Rows of one part
+write their output; of a row with several, the part that finishes last merges them.
+"""
+
+import torch
+
+from nanovllm.kernels._triton import tl, triton, use_triton
+from nanovllm.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+
+_LOG2_E = 1.4426950408889634
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    plan: DecodePlan | None,
+) -> torch.Tensor:
+    """As `paged_attention`, row by row and in float32; `plan` is not used."""
+    block_size = k_cache.shape[1]
+    group = q.shape[1] // k_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len == 0:
+            continue
+        blocks = block_tables[row, : -(-seq_len // block_size)].long()
+        keys = k_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        values = v_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
+        out[row] = torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), values).to(q.dtype)
+    return out
+
+
+def paged_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    plan: DecodePlan | None,
+) -> torch.Tensor:
+    """As `paged_attention`; `plan` must have been updated with these `seq_lens`."""
+    assert plan is not None, "the kernel takes its work from the plan"
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    assert q.stride(2) == 1 and q.stride(1) == head_dim, "heads of a row must be contiguous"
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    assert block_tables.stride(1) == 1, "block tables may be strided between rows only"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    block_cols = triton.next_power_of_2(group) * head_dim
+    _decode_kernel[(num_kv_heads, plan.max_items(num_seqs))](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        out,
+        plan.items,
+        plan.num_items,
+        plan.num_done,
+        plan.partial_out,
+        plan.partial_lse,
+        q.stride(0),
+        block_tables.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        scale * _LOG2_E,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=k_cache.shape[1],
+        TILE=plan.tuning.tile,
+        ITEM_WIDTH=ITEM_WIDTH,
+        # The tensor cores' smallest tile has 16 rows; what is above `group` is padding.
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        BLOCK_COLS=block_cols,
+        BLOCK_PARTS=max(2, min(16, 4096 // block_cols)),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=plan.tuning.num_warps,
+        num_stages=plan.tuning.num_stages,
+    )
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    plan: DecodePlan | None,
+) -> torch.Tensor:
+    """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
+
+    Args:
+        q: [num_seqs, num_heads, head_dim], rows may be strided
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
+        block_tables: [num_seqs, max_blocks] int32, rows may be strided
+        seq_lens: [num_seqs] int32, may be strided; 0 marks a padding row, whose output is zeros
+        plan: updated with these seq_lens; its partial results are overwritten
+    """
+    function = paged_attention_triton if use_triton(q) else paged_attention_reference
+    return function(q, k_cache, v_cache, block_tables, seq_lens, scale, plan)
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    out,
+    items,
+    num_items,
+    num_done,
+    partial_out,
+    partial_lse,
+    stride_q,
+    stride_table,
+    stride_block,
+    stride_token,
+    stride_head,
+    scale,  # in log2 units
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    ITEM_WIDTH: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # kv heads are neighbours in the grid, so the programs that share pages run together.
+    kv_head = tl.program_id(0)
+    num_kv_heads = tl.num_programs(0)
+    index = tl.program_id(1)
+    item = items + index * ITEM_WIDTH
+    row = tl.load(item)
+    begin = tl.load(item + 1)
+    end = tl.load(item + 2)
+    num_parts = tl.load(item + 3)
+    first_index = tl.load(item + 4)
+    # Checked after the loads, which then run together; items past the end are stale, not absent.
+    if index >= tl.load(num_items):
+        return
+
+    heads = tl.arange(0, BLOCK_GROUP)[:, None]
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    is_head = heads < GROUP
+    head_offsets = (kv_head * GROUP + heads) * HEAD_DIM + dims
+    q_tile = tl.load(q + row.to(tl.int64) * stride_q + head_offsets, mask=is_head, other=0.0)
+    k_head = k_cache + kv_head * stride_head + dims
+    v_head = v_cache + kv_head * stride_head + dims
+    table = block_tables + row.to(tl.int64) * stride_table
+
+    max_score = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    next_blocks = block_ids(table, begin, end, PAGE, TILE)
+    for start in range(begin, end, TILE):
+        # Read one turn ahead: else each turn's loads would wait for the table's.
+        blocks = next_blocks
+        next_blocks = block_ids(table, start + TILE, end, PAGE, TILE)
+        tokens = start + tl.arange(0, TILE)
+        offsets = blocks.to(tl.int64) * stride_block + (tokens % PAGE) * stride_token
+        # Masked, as unwritten cache may hold NaN, and 0 * NaN is NaN.
+        is_token = tokens < end
+        keys = tl.load(k_head + offsets[:, None], mask=is_token[:, None], other=0.0)
+        scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.where(is_token[None, :], scores, float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(max_score - new_max)
+        total = total * decay + tl.sum(weights, axis=1)
+        values = tl.load(v_head + offsets[:, None], mask=is_token[:, None], other=0.0)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        max_score = new_max
+
+    # A padding row has no tokens: 0 / 1.
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_row = out + row.to(tl.int64) * (num_kv_heads * GROUP * HEAD_DIM)
+    if num_parts == 1:
+        tl.store(out_row + head_offsets, result.to(out.dtype.element_ty), mask=is_head)
+    else:
+        slot = (index.to(tl.int64) * num_kv_heads + kv_head) * GROUP
+        tl.store(partial_out + slot * HEAD_DIM + heads * HEAD_DIM + dims, result, mask=is_head)
+        lse = max_score + tl.log2(total)
+        tl.store(partial_lse + slot + heads, lse[:, None], mask=is_head)
+        # Every thread's stores come before the barrier, the barrier before one thread's release;
+        # the last part's acquire then sees them all. A second kernel would cost a launch a layer.
+        tl.debug_barrier()
+        done = num_done + row * num_kv_heads + kv_head
+        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+            tl.store(done, 0)
+            _merge_parts(
+                partial_out
+                + (first_index.to(tl.int64) * num_kv_heads + kv_head) * GROUP * HEAD_DIM,
+                partial_lse + (first_index.to(tl.int64) * num_kv_heads + kv_head) * GROUP,
+                out_row + kv_head * GROUP * HEAD_DIM,
+                num_parts,
+                num_kv_heads * GROUP,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_COLS,
+                BLOCK_PARTS,
+            )
+
+
+@triton.jit
+def _merge_parts(
+    partial_out,
+    partial_lse,
+    out,
+    num_parts,
+    stride_part,  # in heads
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Write one row's output of one kv head: its parts weighted by 2**lse."""
+    cols = tl.arange(0, BLOCK_COLS)
+    is_col = cols < GROUP * HEAD_DIM
+    # Finite, so that columns without a head give 0 / 0 rather than a trap in inf - inf.
+    max_lse = tl.full([BLOCK_COLS], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_COLS], tl.float32)
+    acc = tl.zeros([BLOCK_COLS], tl.float32)
+    for first in range(0, num_parts, BLOCK_PARTS):
+        parts = first + tl.arange(0, BLOCK_PARTS)
+        mask = (parts < num_parts)[:, None] & is_col[None, :]
+        slots = parts.to(tl.int64)[:, None] * stride_part + (cols // HEAD_DIM)[None, :]
+        # Not through L1: other SMs wrote these.
+        lse = tl.load(partial_lse + slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        offsets = slots * HEAD_DIM + (cols % HEAD_DIM)[None, :]
+        values = tl.load(partial_out + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
+        weights = tl.exp2(lse - new_max[None, :])
+        decay = tl.exp2(max_lse - new_max)
+        total = total * decay + tl.sum(weights, axis=0)
+        acc = acc * decay + tl.sum(weights * values, axis=0)
+        max_lse = new_max
+    result = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + cols, result.to(out.dtype.element_ty), mask=is_col)
+
+
+@triton.jit
+def block_ids(table, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Return the cache block of each of TILE tokens from `start`, or the one block of all."""
+    # Clamped to the last token that exists: the table holds nothing for those after it.
+    last = tl.maximum(end - 1, 0)
+    if PAGE % TILE == 0:
+        return tl.load(table + tl.minimum(start, last) // PAGE)
+    else:
+        return tl.load(table + tl.minimum(start + tl.arange(0, TILE), last) // PAGE)

@@ -1,0 +1,182 @@
+"""Linear layers and their tensor-parallel shards."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.loader import check_shape, copy_weight
+from nanovllm.utils.parallel import ParallelContext
+
+
+def divide(total: int, tp_size: int, what: str) -> int:
+    """Return `total / tp_size`; a ValueError names both when it is not whole."""
+    if total % tp_size:
+        raise ValueError(
+            f"{what} = {total} cannot be split over tensor_parallel_size = {tp_size}; "
+            "choose a size that divides it."
+        )
+    return total // tp_size
+
+
+class ReplicatedLinear(nn.Module):
+    """Every rank owns the whole weight [out_features, in_features]; base of the sharded ones."""
+
+    # Names that `load_weight` wants as `shard`, one call each; None stands for the whole.
+    shards: tuple[str | None, ...] = (None,)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.weight = _parameter(out_features, in_features, device=device, dtype=dtype)
+        self.bias = _parameter(out_features, device=device, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, in_features] -> [n, out_features]
+        return F.linear(x, self.weight, self.bias)
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+        """Copy this rank's part of the full tensor in place; `name` is "weight" or "bias"."""
+        copy_weight(self.get_parameter(name), tensor)
+
+
+class MergedColumnParallelLinear(ReplicatedLinear):
+    """Column-parallel projections of one input in one matrix; each loads as a named shard."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: dict[str, int],
+        *,
+        parallel: ParallelContext,
+        bias: bool = False,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        sizes = {s: divide(full, parallel.tp_size, s) for s, full in out_features.items()}
+        super().__init__(in_features, sum(sizes.values()), bias=bias, device=device, dtype=dtype)
+        self.shards = tuple(sizes)
+        self._sizes = sizes
+        # Which slice of the full tensor is this rank's, in units of the shard's local size.
+        self._part = dict.fromkeys(sizes, (parallel.tp_rank, parallel.tp_size))
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+        if shard not in self._sizes:
+            raise ValueError(f"shard must be one of {', '.join(self._sizes)}, got {shard!r}.")
+        offset = 0
+        for other, size in self._sizes.items():
+            if other == shard:
+                break
+            offset += size
+        target = self.get_parameter(name).narrow(0, offset, size)
+        copy_weight(target, _narrow(tensor, 0, *self._part[shard], target.shape))
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The q, k and v projections in one, split over ranks by heads; few kv heads are replicated."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        parallel: ParallelContext,
+        bias: bool = False,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        tp_size = parallel.tp_size
+        local_heads = divide(num_heads, tp_size, "num_attention_heads")
+        if num_kv_heads >= tp_size:
+            num_copies = 1
+            local_kv_heads = divide(num_kv_heads, tp_size, "num_key_value_heads")
+        elif tp_size % num_kv_heads == 0:
+            num_copies = tp_size // num_kv_heads
+            local_kv_heads = 1
+        else:
+            raise ValueError(
+                f"num_key_value_heads = {num_kv_heads} can neither be split over nor replicated to "
+                f"tensor_parallel_size = {tp_size} ranks; one must divide the other."
+            )
+        kv_size = local_kv_heads * head_dim * tp_size
+        sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
+        super().__init__(
+            hidden_size, sizes, parallel=parallel, bias=bias, device=device, dtype=dtype
+        )
+        self.num_heads, self.num_kv_heads = local_heads, local_kv_heads  # of this rank
+        # Ranks that share a kv head are neighbours: so are the q heads that belong to it.
+        kv_part = (parallel.tp_rank // num_copies, tp_size // num_copies)
+        self._part = {"q": (parallel.tp_rank, tp_size), "k": kv_part, "v": kv_part}
+
+
+class ColumnParallelLinear(ReplicatedLinear):
+    """Each rank owns `out_features / tp_size` rows of the weight and returns those columns."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        parallel: ParallelContext,
+        bias: bool = False,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        size = divide(out_features, parallel.tp_size, "out_features")
+        super().__init__(in_features, size, bias=bias, device=device, dtype=dtype)
+        self._part = (parallel.tp_rank, parallel.tp_size)
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+        target = self.get_parameter(name)
+        copy_weight(target, _narrow(tensor, 0, *self._part, target.shape))
+
+
+class RowParallelLinear(ReplicatedLinear):
+    """Each rank owns `in_features / tp_size` columns of the weight; ranks sum their results."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        parallel: ParallelContext,
+        bias: bool = False,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        size = divide(in_features, parallel.tp_size, "in_features")
+        super().__init__(size, out_features, bias=bias, device=device, dtype=dtype)
+        self._parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, in_features / tp_size]
+        # The bias is whole on every rank, and must enter the sum once.
+        bias = self.bias if self._parallel.tp_rank == 0 else None
+        return self._parallel.all_reduce(F.linear(x, self.weight, bias))
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+        target = self.get_parameter(name)
+        if name == "weight":
+            part = (self._parallel.tp_rank, self._parallel.tp_size)
+            tensor = _narrow(tensor, 1, *part, target.shape)
+        copy_weight(target, tensor)
+
+
+def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+def _narrow(
+    tensor: torch.Tensor, dim: int, part: int, num_parts: int, local_shape: torch.Size
+) -> torch.Tensor:
+    """Return part `part` of `num_parts` along `dim`, after checking the full shape."""
+    expected = list(local_shape)
+    expected[dim] *= num_parts
+    check_shape(tensor, tuple(expected))
+    return tensor.narrow(dim, part * local_shape[dim], local_shape[dim])

@@ -1,0 +1,224 @@
+"""The facts of a model that its config.json states, checked before anything is built from them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.layers.rotary_embedding import RopeScaling
+from nanovllm.models.registry import supported_architectures
+from nanovllm.models.rope_config import read_rope
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_MAX_SIZE = 2**24  # of any one dimension: far above every model, far below what overflows
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What config.json says. Never written after construction."""
+
+    architecture: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    attention_bias: bool
+    hidden_act: str
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    dtype: torch.dtype | None  # of the checkpoint; None when it does not say
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_context_len(self) -> int:
+        """Positions the checkpoint is made for; YaRN goes beyond `max_position_embeddings`."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type != "yarn":
+            return self.max_position_embeddings
+        assert scaling.original_max_position_embeddings is not None, "read_rope fills it in"
+        extended = int(scaling.original_max_position_embeddings * scaling.factor)
+        return max(self.max_position_embeddings, extended)
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any], source: str) -> "ModelConfig":
+        """Check the fields of a parsed config.json; errors name `source`, field and value."""
+        try:
+            return _read(cls, d)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{source}: {error}") from error
+
+
+def load_model_config(model_dir: str | Path) -> ModelConfig:
+    """Read `config.json` of a model's directory; a fault is a ValueError that names the file."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist. The model must be a local directory with config.json, "
+            "*.safetensors and a tokenizer."
+        )
+    try:
+        d = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(d, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(d).__name__}.")
+    return ModelConfig.from_dict(d, str(path))
+
+
+def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
+    architecture = _read_architecture(d)
+    _refuse_quantization(d)
+    num_heads = _size(d, "num_attention_heads")
+    num_kv_heads = _size(d, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads = {num_heads} must be a multiple of "
+            f"num_key_value_heads = {num_kv_heads}."
+        )
+    hidden_size = _size(d, "hidden_size")
+    head_dim = _read_head_dim(d, hidden_size, num_heads)
+    max_position_embeddings = _size(d, "max_position_embeddings", maximum=2**31 - 1)
+    _refuse_sliding_window(d, max_position_embeddings)
+    rope_theta, rope_scaling = read_rope(d, max_position_embeddings)
+    return cls(
+        architecture=architecture,
+        model_type=_str(d, "model_type"),
+        hidden_size=hidden_size,
+        num_layers=_size(d, "num_hidden_layers", maximum=2**16),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_size(d, "intermediate_size"),
+        vocab_size=_size(d, "vocab_size"),
+        rms_norm_eps=check_float("rms_norm_eps", _required(d, "rms_norm_eps"), above=0, maximum=1),
+        attention_bias=_bool(d, "attention_bias"),
+        hidden_act=check_choice("hidden_act", d.get("hidden_act", "silu"), ["silu"]),
+        tie_word_embeddings=_bool(d, "tie_word_embeddings"),
+        max_position_embeddings=max_position_embeddings,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        dtype=_read_dtype(d),
+        eos_token_ids=_read_eos(d.get("eos_token_id")),
+    )
+
+
+def _required(d: dict[str, Any], key: str) -> Any:
+    if d.get(key) is None:
+        raise ValueError(f"{key} is missing; the model cannot be built without it.")
+    return d[key]
+
+
+def _size(
+    d: dict[str, Any], key: str, *, default: int | None = None, maximum: int = _MAX_SIZE
+) -> int:
+    if default is not None and d.get(key) is None:
+        return default
+    return check_int(key, _required(d, key), minimum=1, maximum=maximum)
+
+
+def _bool(d: dict[str, Any], key: str) -> bool:
+    value = d.get(key)
+    return False if value is None else check_bool(key, value)
+
+
+def _str(d: dict[str, Any], key: str) -> str:
+    value = d.get(key, "")
+    if not isinstance(value, str):
+        raise TypeError(f"{key} must be a string, got {value!r}.")
+    return value
+
+
+def _read_architecture(d: dict[str, Any]) -> str:
+    names = _required(d, "architectures")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"architectures must be a list of names, got {names!r}.")
+    supported = supported_architectures()
+    for name in names:
+        if name in supported:
+            return str(name)
+    raise ValueError(
+        f"architectures {names!r} are not supported; one of {supported} must be in it."
+    )
+
+
+def _read_head_dim(d: dict[str, Any], hidden_size: int, num_heads: int) -> int:
+    if d.get("head_dim") is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"head_dim is missing, and hidden_size = {hidden_size} is not a multiple of "
+                f"num_attention_heads = {num_heads} to derive it from."
+            )
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = check_int("head_dim", d["head_dim"], minimum=2, maximum=2**16)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}.")
+    return head_dim
+
+
+def _refuse_quantization(d: dict[str, Any]) -> None:
+    for key in ("quantization_config", "compression_config"):
+        value = d.get(key)
+        if value is not None:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            raise ValueError(
+                f"{key} (quant_method {method!r}) is not supported; use the checkpoint in "
+                f"{', '.join(_DTYPES)}."
+            )
+
+
+def _refuse_sliding_window(d: dict[str, Any], max_position_embeddings: int) -> None:
+    layer_types = d.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise TypeError(f"layer_types must be a list, got {layer_types!r}.")
+        for kind in layer_types:
+            if kind != "full_attention":
+                raise ValueError(
+                    f"layer_types has {kind!r}; only 'full_attention' is supported, "
+                    "no sliding window or other kind of layer."
+                )
+    if d.get("sliding_window") is None or not _bool(d, "use_sliding_window"):
+        # Without use_sliding_window true no model we support slides, whatever sliding_window says.
+        return
+    window = check_int("sliding_window", d["sliding_window"], minimum=1)
+    if window < max_position_embeddings:
+        raise ValueError(
+            f"use_sliding_window is true with sliding_window = {window}, which is below "
+            f"max_position_embeddings = {max_position_embeddings}: not supported."
+        )
+
+
+def _read_dtype(d: dict[str, Any]) -> torch.dtype | None:
+    found = {}
+    for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
+        if d.get(key) is not None:
+            name = d[key].removeprefix("torch.") if isinstance(d[key], str) else d[key]
+            found[key] = _DTYPES[check_choice(key, name, list(_DTYPES))]
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"dtype {d['dtype']!r} and torch_dtype {d['torch_dtype']!r} differ; remove one of them."
+        )
+    return next(iter(found.values()), None)
+
+
+def _read_eos(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    ids = [check_int("eos_token_id", item, minimum=0, maximum=2**31 - 1) for item in values]
+    return tuple(dict.fromkeys(ids))

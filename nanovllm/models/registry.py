@@ -1,0 +1,36 @@
+"""Which class runs which architecture; model files are imported when first asked for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.models.decoder import DecoderForCausalLM
+
+_MODELS: dict[str, "tuple[str, str] | type[DecoderForCausalLM]"] = {
+    "Qwen3ForCausalLM": ("nanovllm.models.qwen3", "Qwen3ForCausalLM"),
+}
+
+
+def supported_architectures() -> list[str]:
+    """Return the names that `architectures` in config.json may have, sorted."""
+    return sorted(_MODELS)
+
+
+def get_model_class(architecture: str) -> "type[DecoderForCausalLM]":
+    """Import the model class of an architecture; a ValueError lists the supported ones."""
+    if architecture not in _MODELS:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; "
+            f"supported are {', '.join(supported_architectures())}."
+        )
+    entry = _MODELS[architecture]
+    if isinstance(entry, tuple):
+        module, class_name = entry
+        model_class: type[DecoderForCausalLM] = getattr(import_module(module), class_name)
+        return model_class
+    return entry
+
+
+def register_model(architecture: str, model_class: "type[DecoderForCausalLM]") -> None:
+    """Add a model class, or replace a built-in one, in this process."""
+    _MODELS[architecture] = model_class

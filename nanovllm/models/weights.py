@@ -1,0 +1,118 @@
+"""Bring a checkpoint's tensors to the parameters of a model, each exactly once and in place."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.utils.loader import name_list
+
+# Our fused modules: shard name -> what the checkpoint calls that part.
+_FUSED = {
+    "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
+    "gate_up_proj": {"gate": "gate_proj", "up": "up_proj"},
+}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_TIED = {_HEAD, _EMBEDDING}
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one tensor of a checkpoint goes."""
+
+    load: Callable[[str, torch.Tensor, str | None], None]
+    name: str  # "weight" or "bias"
+    shard: str | None
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    tied_head: VocabParallelEmbedding | None,
+    partial: bool,
+) -> None:
+    """Fill the parameters in place from (checkpoint name, full tensor) pairs.
+
+    Every parameter must come exactly once, and nothing else; `partial` allows some to be left as
+    they are. After an error the weights may be half old, half new.
+    tied_head: the layer that the names of the head and of the embedding both stand for, if any
+    """
+    targets = _targets(model)
+    seen: set[str] = set()
+    duplicate: set[str] = set()
+    unexpected: set[str] = set()
+    for name, tensor in weights:
+        if name.endswith("rotary_emb.inv_freq"):  # in old exports; follows from the config
+            continue
+        if name not in targets:
+            unexpected.add(name)
+            continue
+        if name in seen:
+            duplicate.add(name)
+            continue
+        seen.add(name)
+        try:
+            if tied_head is not None and name in _TIED and seen >= _TIED:
+                _check_tied(tied_head, tensor)
+            else:
+                target = targets[name]
+                target.load(target.name, tensor, target.shard)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    missing: set[str] = set() if partial else targets.keys() - seen
+    if tied_head is not None:
+        missing.discard(_HEAD)
+        if _HEAD in seen:  # some exports name the shared table after the head only
+            missing.discard(_EMBEDDING)
+    _raise_if_any({"missing": missing, "duplicate": duplicate, "unexpected": unexpected})
+
+
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """Say for each name a checkpoint must have where its tensor goes."""
+    targets = {}
+    for path, module in model.named_modules():
+        layer: Any = module
+        if not hasattr(layer, "load_weight"):
+            continue
+        parent, _, last = path.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        for shard in layer.shards:
+            part = last if shard is None else _FUSED[last][shard]
+            for name, _parameter in module.named_parameters(recurse=False):
+                targets[f"{prefix}{part}.{name}"] = _Target(layer.load_weight, name, shard)
+    return targets
+
+
+def _check_tied(head: VocabParallelEmbedding, second: torch.Tensor) -> None:
+    # Transformers 4 drops such a head, 5 keeps it untied: which is meant would be a guess.
+    if not head.holds(second):
+        raise ValueError(
+            f"config.json has tie_word_embeddings = true, but {_HEAD} and {_EMBEDDING} "
+            "differ. Set it to false to use both, or remove one of them."
+        )
+
+
+def _raise_if_any(problems: dict[str, set[str]]) -> None:
+    listed = [
+        f"{len(names)} {what}: {name_list(names)}" for what, names in problems.items() if names
+    ]
+    if listed:
+        hint = " Is the download complete?" if problems["missing"] else ""
+        raise ValueError(f"weights do not match the model; {'; '.join(listed)}.{hint}")
+
+
+@torch.no_grad()
+def fill_with_noise(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw all weights in place from a narrow normal distribution; norms become ones."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02, generator=generator)

@@ -1,0 +1,66 @@
+"""The progress bar of a batch: prompts done, tokens per second in and out, what runs and waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+_REFRESH_S = 0.5
+
+
+class Progress:
+    """Owns one bar over `total` prompts; shows nothing where `use_tqdm` is False.
+
+    A callable in tqdm's place is called as `use_tqdm(total=..., desc=..., ...)`.
+    """
+
+    def __init__(self, use_tqdm: bool | Callable[..., Any], total: int) -> None:
+        make = tqdm if use_tqdm is True else use_tqdm
+        self._bar: Any = None
+        if make:
+            self._bar = make(
+                total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True
+            )
+        self._started = time.perf_counter()
+        self._num_tokens_in = self._num_tokens_out = 0
+        self._next_refresh = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show_tokenized(self, num_prompts: int) -> None:
+        """Say that prompts were tokenised, before any is finished."""
+        self._postfix(tokenized=num_prompts)
+
+    def show_finished(self, num_tokens_in: int, num_tokens_out: int) -> None:
+        """Count one prompt as done."""
+        self._num_tokens_in += num_tokens_in
+        self._num_tokens_out += num_tokens_out
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def show_state(self, num_running: int, num_waiting: int, kv_use: float) -> None:
+        """Refresh the figures beside the bar, twice a second at most."""
+        now = time.perf_counter()
+        if self._bar is None or now < self._next_refresh:
+            return
+        self._next_refresh = now + _REFRESH_S
+        elapsed = now - self._started
+        self._postfix(
+            in_tok_s=round(self._num_tokens_in / elapsed),
+            out_tok_s=round(self._num_tokens_out / elapsed),
+            run=num_running,
+            wait=num_waiting,
+            kv=f"{kv_use:.0%}",
+        )
+
+    def _postfix(self, **figures: Any) -> None:
+        if self._bar is not None and hasattr(self._bar, "set_postfix"):
+            self._bar.set_postfix(figures)

@@ -1,0 +1,91 @@
+"""The model's files and tokenizer: where they are, text to ids and back, and what ends a text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from transformers import AutoTokenizer
+
+logger = logging.getLogger(__name__)
+
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def find_model(model: str) -> Path:
+    """The local directory of `model`: itself, or what the hub's cache or the hub has under that id."""
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    advice = (
+        "Pass the directory of a downloaded model: config.json, *.safetensors, tokenizer files."
+    )
+    if directory.exists():
+        raise ValueError(f"model {model!r} is a file. {advice}")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ValueError(
+            f"model {model!r} is no directory, and no hub id such as 'Qwen/Qwen3-0.6B'. {advice}"
+        )
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except (OSError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise ValueError(
+            f"model {model!r} is no directory, and fetching it from the hub failed "
+            f"({type(error).__name__}). {advice}"
+        ) from error
+
+
+def load_tokenizer(directory: Path) -> Any | None:
+    """The fast tokenizer of a model's directory; None where it ships none."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((directory / name).is_file() for name in names):
+        logger.warning(
+            "%s has no tokenizer: prompts must be token ids, texts stay empty", directory
+        )
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # the library raises what its parsers happen to raise
+        raise ValueError(f"The tokenizer of {directory} cannot be loaded: {error}") from error
+    tokenizer.model_max_length = int(1e30)  # the engine checks lengths, with the prompt's index
+    return tokenizer
+
+
+def stop_token_ids(
+    directory: Path, tokenizer: Any | None, config_ids: tuple[int, ...]
+) -> list[int]:
+    """All ids that end a text: those of config, generation_config and tokenizer together."""
+    ids = set(config_ids) | set(_generation_config_ids(directory / "generation_config.json"))
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids)
+
+
+def load_generation_config(path: Path) -> dict[str, Any]:
+    """The parsed generation_config.json, {} where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}.")
+    return values
+
+
+def _generation_config_ids(path: Path) -> list[int]:
+    value = load_generation_config(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise ValueError(f"{path}: eos_token_id must be token ids, got {value!r}.")
+    return ids

@@ -1,0 +1,76 @@
+"""Fixtures: tiny models on disk, engines that are closed, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Before anything imports triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from oracle import Oracle
+from tiny_models import write_tiny_qwen3
+
+from nanovllm import LLM
+
+DEMO_MODEL = Path(__file__).parent / "tiny-qwen3"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.path.parts and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 in float32: 2 layers, head_dim not hidden/heads, vocabulary 517."""
+    return write_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Callable[..., LLM]]:
+    """Build engines that are closed when the test ends."""
+    engines: list[LLM] = []
+
+    def make(model: Path | str, **options: Any) -> LLM:
+        engines.append(LLM(model, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def tiny_llm(make_llm: Callable[..., LLM], tiny_model: Path) -> Callable[..., LLM]:
+    """`tiny_llm(**options)`: the tiny model in float32 on the CPU, with a small cache."""
+
+    def make(**options: Any) -> LLM:
+        defaults = {
+            "device": "cpu",
+            "dtype": "float32",
+            "kvcache_block_size": 16,
+            "num_kvcache_blocks": 256,
+        }
+        return make_llm(tiny_model, **{**defaults, **options})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)

@@ -1,0 +1,289 @@
+"""Check and time the small kernels on a GPU: `python -m tests.gpu.bench_kernels [--gemm | ...]`.
+
+Each figure is one kernel inside a CUDA graph that runs it over several sets of buffers, so launch
+gaps count as they do in a decode step, and inputs larger than the L2 cache come from memory.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from nanovllm.kernels.noise import make_key
+from nanovllm.kernels.qk_norm_rope_store import (
+    qk_norm_rope_store_reference,
+    qk_norm_rope_store_triton,
+)
+from nanovllm.kernels.rms_norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from nanovllm.kernels.sample import sample_reference, sample_triton
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
+from nanovllm.kernels.small_gemm import (
+    SmallGemmConfig,
+    find_config,
+    make_workspace,
+    small_gemm_triton,
+)
+from nanovllm.kernels.store_kv import store_kv_reference, store_kv_triton
+
+BANDWIDTH = 4.24e12  # bytes/s, what a plain copy reaches on an H200
+ROTATED_BYTES = 200e6  # several times the L2 cache
+BATCHES = (1, 16, 64, 128, 256, 512)
+# name: hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size
+MODELS = {"0.6B": (1024, 16, 8, 128, 3072), "8B": (4096, 32, 8, 128, 12288)}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+def graph_us(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
+    """Return the time of one call in microseconds, the calls captured one after another."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / replays / len(calls)
+
+
+def num_copies(num_bytes: float) -> int:
+    return int(min(max(ROTATED_BYTES / num_bytes, 3), 48))
+
+
+def report(name: str, n: int, num_bytes: float, us: float) -> None:
+    share = num_bytes / BANDWIDTH / us * 1e8
+    print(f"{name:<28} n={n:<6} {us:9.2f} us {num_bytes / 1e6:10.2f} MB {share:6.1f} %", flush=True)
+
+
+def rope_inputs(n: int, shape: tuple[int, ...], num_blocks: int = 512) -> dict[str, Any]:
+    _, num_heads, num_kv_heads, head_dim, _ = shape
+    angles = torch.rand(4096, head_dim // 2, device="cuda") * 6
+    cache = torch.zeros(2, num_blocks, 64, num_kv_heads, head_dim, **BF16)
+    return {
+        "qkv": torch.randn(n, (num_heads + 2 * num_kv_heads) * head_dim, **BF16),
+        "q_weight": torch.rand(head_dim, **BF16) + 0.5,
+        "k_weight": torch.rand(head_dim, **BF16) + 0.5,
+        "eps": 1e-6,
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=1),
+        "positions": torch.randint(0, 4096, (n,), device="cuda"),
+        "slots": torch.randperm(num_blocks * 64, device="cuda")[:n],
+        "k_cache": cache[0],
+        "v_cache": cache[1],
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def sample_inputs(n: int, vocab_size: int, temperature: float) -> list[torch.Tensor]:
+    rows = torch.zeros(n, 16, dtype=torch.int32, device="cuda")
+    rows[:, 0] = torch.tensor([temperature]).view(torch.int32).item()
+    rows[:, 1:3] = torch.tensor([make_key(i, 0) for i in range(n)], dtype=torch.int32)
+    rows[:, 3] = torch.arange(n)
+    logits = torch.randn(n, vocab_size, **BF16) * 2
+    return [logits, rows[:, 0].view(torch.float32), rows[:, 1], rows[:, 2], rows[:, 3]]
+
+
+def check() -> None:
+    """Compare every kernel with its reference on this device."""
+    for shape in MODELS.values():
+        hidden_size, _, num_kv_heads, head_dim, size = shape
+        for n in (1, 7, 300):
+            x, residual = torch.randn(2, n, hidden_size, **BF16)
+            weight = torch.rand(hidden_size, **BF16)
+            close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+            expected = add_rms_norm_reference(x, residual, weight, 1e-6)
+            close(*(pair[0] for pair in (add_rms_norm_triton(x, residual, weight, 1e-6), expected)))
+            assert torch.equal(residual, expected[1])
+            gate_up = torch.randn(n, 2 * size, **BF16)
+            close(silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up))
+            inputs = rope_inputs(n, shape)
+            inputs["slots"][::3] = -1
+            copies = {k: v.clone() if torch.is_tensor(v) else v for k, v in inputs.items()}
+            qk_norm_rope_store_triton(**inputs)
+            qk_norm_rope_store_reference(**copies)
+            for name in ("qkv", "k_cache", "v_cache"):
+                # One rounding of a large value, carried by the rotation to a small one.
+                close(inputs[name], copies[name], atol=2**-4)
+            key, value = torch.randn(2, n, num_kv_heads, head_dim, **BF16)
+            for store, target in ((store_kv_triton, inputs), (store_kv_reference, copies)):
+                store(key, value, target["k_cache"], target["v_cache"], target["slots"])
+            assert torch.equal(inputs["v_cache"], copies["v_cache"])
+    for temperature in (0.0, 0.6, 1.0):
+        inputs = sample_inputs(64, 151_936, temperature)
+        values, token_ids = sample_triton(*inputs)
+        expected_values, expected_ids = sample_reference(*inputs)
+        torch.testing.assert_close(values, expected_values, rtol=1e-3, atol=0.1)
+        num_other = (token_ids != expected_ids).sum().item()
+        print(f"check: sample at temperature {temperature}: {num_other} of 64 tokens differ")
+        assert num_other <= (6 if temperature else 0), "more than rounding"
+    print("check: all kernels match their references")
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2**-6) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2**-6, atol=atol)
+
+
+def bench_layer_kernels() -> None:
+    for model, shape in MODELS.items():
+        hidden_size, num_heads, num_kv_heads, head_dim, size = shape
+        weight = torch.rand(hidden_size, **BF16)
+        for n in (*BATCHES, 8192):
+            row = 2.0 * n * hidden_size
+            xs = [torch.randn(2, n, hidden_size, **BF16) for _ in range(num_copies(4 * row))]
+            us = graph_us([partial(rms_norm_triton, x[0], weight, 1e-6) for x in xs])
+            report(f"{model} rms_norm", n, 2 * row, us)
+            us = graph_us([partial(add_rms_norm_triton, *x, weight, 1e-6) for x in xs])
+            report(f"{model} add_rms_norm", n, 4 * row, us)
+            num_bytes = 6.0 * n * size
+            xs = [torch.randn(n, 2 * size, **BF16) for _ in range(num_copies(num_bytes))]
+            us = graph_us([partial(silu_and_mul_triton, x) for x in xs])
+            report(f"{model} silu_and_mul", n, num_bytes, us)
+            inputs = rope_inputs(n, shape)
+            kv_bytes = 4.0 * n * num_kv_heads * head_dim
+            # q read and written; k read, written and stored; v read and stored
+            num_bytes = 4.0 * n * num_heads * head_dim + 2.5 * kv_bytes
+            qkvs = [torch.randn_like(inputs["qkv"]) for _ in range(num_copies(num_bytes))]
+            us = graph_us(
+                [partial(qk_norm_rope_store_triton, **inputs | {"qkv": qkv}) for qkv in qkvs]
+            )
+            report(f"{model} qk_norm_rope_store", n, num_bytes, us)
+            kvs = [torch.randn(2, n, num_kv_heads, head_dim, **BF16) for _ in range(8)]
+            targets = [inputs[name] for name in ("k_cache", "v_cache", "slots")]
+            us = graph_us([partial(store_kv_triton, *kv, *targets) for kv in kvs])
+            report(f"{model} store_kv", n, 2 * kv_bytes, us)
+
+
+def bench_sample(vocab_size: int = 151_936) -> None:
+    for n in BATCHES:
+        num_bytes = 2.0 * n * vocab_size
+        for temperature in (0.0, 0.6):
+            copies = [
+                sample_inputs(n, vocab_size, temperature) for _ in range(num_copies(num_bytes))
+            ]
+            us = graph_us([partial(sample_triton, *inputs) for inputs in copies])
+            report(f"sample, temperature {temperature}", n, num_bytes, us)
+
+
+def sweep_sample(vocab_size: int = 151_936) -> None:
+    """Time the knobs of `sample_triton`."""
+    for n in (16, 64, 256, 512):
+        num_bytes = 2.0 * n * vocab_size
+        copies = [sample_inputs(n, vocab_size, 0.6) for _ in range(num_copies(num_bytes))]
+        for chunk_size in (2048, 4096, 8192, 16384):
+            for block, num_warps in ((512, 2), (1024, 4), (2048, 4), (2048, 8)):
+                knobs = {"chunk_size": chunk_size, "block": block, "num_warps": num_warps}
+                us = graph_us([partial(sample_triton, *inputs, **knobs) for inputs in copies])
+                report(f"sample {chunk_size} {block} {num_warps}", n, num_bytes, us)
+
+
+# out_features, in_features of the 0.6B model's layer: qkv, o, gate_up, down
+GEMM_SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
+GEMM_BATCHES = (1, 16, 32, 64, 128)
+NUM_LAYERS = 28
+
+
+def cold_gemm_inputs(n: int, shape: tuple[int, int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """One input and as many weights as it takes to come from memory, at least 8 layers."""
+    weights = torch.randn(max(8, int(ROTATED_BYTES / (2 * shape[0] * shape[1]))), *shape, **BF16)
+    return torch.randn(n, shape[1], **BF16), weights.mul_(shape[1] ** -0.5).unbind(0)
+
+
+def bench_gemm() -> None:
+    """Compare F.linear with the configs in use, and add up one step of all layers."""
+    workspace = make_workspace("cuda")
+    for n in GEMM_BATCHES:
+        library_us = ours_us = best_us = 0.0
+        for shape in GEMM_SHAPES:
+            x, weights = cold_gemm_inputs(n, shape)
+            num_bytes = 2.0 * (shape[0] * shape[1] + n * sum(shape))
+            us = graph_us([partial(F.linear, x, weight) for weight in weights])
+            report(f"F.linear {shape}", n, num_bytes, us)
+            config, own_us = find_config(n, *shape), us
+            if config is not None:
+                out = small_gemm_triton(x, weights[0], workspace, config)
+                close(out, F.linear(x, weights[0]))
+                own_us = graph_us(
+                    [partial(small_gemm_triton, x, w, workspace, config) for w in weights]
+                )
+                report(f"small_gemm {shape}", n, num_bytes, own_us)
+            library_us, ours_us = library_us + us, ours_us + own_us
+            best_us += min(us, own_us)
+        print(
+            f"n={n}, {NUM_LAYERS} layers: F.linear {NUM_LAYERS * library_us:.0f} us, small_gemm "
+            f"{NUM_LAYERS * ours_us:.0f} us, better of both {NUM_LAYERS * best_us:.0f} us"
+        )
+
+
+def sweep_gemm() -> None:
+    """Print the fastest config of each shape and bucket of rows, as lines for the table."""
+    workspace = make_workspace("cuda")
+    for shape in GEMM_SHAPES:
+        for n in GEMM_BATCHES[1:]:
+            x, weights = cold_gemm_inputs(n, shape)
+            library_us = graph_us([partial(F.linear, x, weight) for weight in weights], 5)
+            times = []
+            for config in gemm_configs(n, shape):
+                try:
+                    call = partial(small_gemm_triton, x, workspace=workspace, config=config)
+                    us = graph_us([partial(call, weight) for weight in weights[:16]], 5)
+                except RuntimeError as error:  # more shared memory than there is
+                    print(f"{config}: {error}")
+                    continue
+                times.append((us, config))
+            times.sort(key=lambda pair: pair[0])
+            print(f"{shape} n={n}: F.linear {library_us:.2f} us", flush=True)
+            for us, config in times[:3]:
+                print(f"    {us:.2f} us {config}", flush=True)
+
+
+def gemm_configs(n: int, shape: tuple[int, int]) -> list[SmallGemmConfig]:
+    """The few configs that fill the device once or twice; each costs about a second to compile."""
+    configs = []
+    block_k = 64 if n > 64 else 128
+    for block_n, split_k, stages in product((32, 64), (1, 2, 4, 8), (3, 5)):
+        num_programs = shape[0] // block_n * split_k
+        num_steps, rest = divmod(shape[1], split_k * block_k)
+        shared_bytes = 2 * stages * block_k * (block_n + n)
+        # Stages beyond the number of steps change nothing.
+        is_new = stages == 3 or num_steps > 3
+        if rest == 0 and is_new and 120 <= num_programs <= 600 and shared_bytes < 200_000:
+            configs.append(SmallGemmConfig(n, block_n, block_k, split_k, 4, stages))
+    return configs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    modes = {"sample-sweep": sweep_sample, "gemm": bench_gemm, "gemm-sweep": sweep_gemm}
+    for mode in modes:
+        parser.add_argument(f"--{mode}", dest="run", action="store_const", const=modes[mode])
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    if arguments.run is not None:
+        arguments.run()
+        return
+    check()
+    bench_layer_kernels()
+    bench_sample()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Decode attention: the Triton kernel and its work list against torch."""
+
+import os
+
+import pytest
+import torch
+
+from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.kernels.decode_plan import DecodePlan, DecodeTuning, default_tuning
+from nanovllm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    not HAS_TRITON or (DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="needs Triton, on a CPU its interpreter",
+)
+# The interpreter's tl.dot takes bfloat16's bits for integers.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE.type == "cuda")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# Small parts, so that short rows are cut too: the interpreter is slow.
+FINE = DecodeTuning(tile=16, min_part=16, num_waves=8, programs_per_sm=1)
+
+
+class Case:
+    """A filled cache of one layer, with NaN wherever no token of a row lies."""
+
+    def __init__(
+        self, lens, *, heads=(2, 1), head_dim=64, block_size=16, dtype=torch.float32, seed=0
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        self.heads, self.head_dim, self.dtype = heads, head_dim, dtype
+        num_blocks = [-(-seq_len // block_size) for seq_len in lens]
+        ids = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
+        shape = (len(ids), block_size, heads[1], head_dim)
+        caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+        # As the engine has them: a header column before the table, and garbage past a row's end.
+        rows = torch.full((len(lens) + 1, 2 + max(1, *num_blocks)), -7, dtype=torch.int32)
+        for row, (seq_len, count) in enumerate(zip(lens, num_blocks, strict=True)):
+            rows[row, 1] = seq_len
+            for index in range(count):
+                block, used = ids.pop(), min(block_size, seq_len - index * block_size)
+                rows[row, 2 + index] = block
+                for cache in caches:
+                    cache[block, :used] = torch.randn(
+                        used, heads[1], head_dim, generator=generator
+                    ).to(dtype)
+        rows = rows.to(DEVICE)
+        self.k_cache, self.v_cache = (cache.to(DEVICE) for cache in caches)
+        self.seq_lens, self.block_tables = rows[: len(lens), 1], rows[: len(lens), 2:]
+        qkv = torch.randn(len(lens), heads[0] + 2, head_dim, generator=generator)
+        self.q = qkv.to(dtype).to(DEVICE)[:, : heads[0]]  # strided rows
+
+    def plan(self, max_num_seqs=None, tuning=FINE):
+        return DecodePlan(
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head_dim,
+            max_num_seqs=max_num_seqs or len(self.seq_lens),
+            dtype=self.dtype,
+            device=DEVICE,
+            tuning=tuning,
+        )
+
+    def arguments(self, plan):
+        tensors = (self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
+        return *tensors, self.head_dim**-0.5, plan
+
+    def check(self, plan):
+        expected = paged_attention_reference(*self.arguments(None))
+        # Partial results of earlier calls must not leak in.
+        plan.partial_out.fill_(float("nan"))
+        plan.partial_lse.fill_(float("nan"))
+        plan.update(self.seq_lens)
+        actual = paged_attention_triton(*self.arguments(plan))
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+        assert not plan.num_done.any()
+
+
+def items_of(plan):
+    fields = plan.items[: int(plan.num_items), :5].tolist()
+    return [tuple(item) for item in fields]  # (row, begin, end, num_parts, first_item)
+
+
+def test_lengths_around_a_tile_match_the_reference():
+    case = Case([0, 1, 15, 16, 17, 40, 0])
+    case.check(case.plan())
+
+
+def test_uncut_rows_match_the_reference():
+    case = Case([33, 0, 64, 5])
+    case.check(case.plan(tuning=DecodeTuning(tile=32, min_part=4096)))
+
+
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 1), (3, 1), (8, 2), (8, 1), (16, 1), (20, 1)], ids=str
+)
+def test_every_group_size_matches_the_reference(heads):
+    case = Case([50, 3], heads=heads)
+    case.check(case.plan())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims_and_dtypes_match_the_reference(head_dim, dtype):
+    case = Case([70, 1], head_dim=head_dim, dtype=dtype, block_size=32)
+    case.check(case.plan(tuning=default_tuning(head_dim, dtype)))
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_pages_smaller_and_larger_than_a_tile_match_the_reference(block_size, tile):
+    case = Case([260, 17], block_size=block_size)
+    case.check(case.plan(tuning=DecodeTuning(tile=tile, min_part=64)))
+
+
+def test_one_very_long_row_is_cut_and_matches_the_reference():
+    case = Case([20, 1500, 0, 33], block_size=64)
+    plan = case.plan()
+    case.check(plan)
+    assert max(end - begin for _, begin, end, *_ in items_of(plan)) <= 64
+
+
+def test_a_plan_is_reused_after_lengths_shrink():
+    """A stale work list or counter would read rows that no longer exist."""
+    long = Case([200, 90, 120, 64])
+    plan = long.plan(max_num_seqs=9)
+    for case in (long, Case([0, 5]), Case([31, 0, 2, 0, 16, 0, 0, 0, 90], seed=1), long):
+        case.check(plan)
+        case.check(plan)
+
+
+def test_repeated_calls_on_one_plan_agree_bit_for_bit():
+    """As in a step, where all layers share a plan; the merge must not depend on who comes last."""
+    case = Case([300, 7, 120], heads=(4, 2))
+    plan = case.plan()
+    plan.update(case.seq_lens)
+    first = paged_attention_triton(*case.arguments(plan))
+    for _ in range(50 if DEVICE.type == "cuda" else 1):
+        assert torch.equal(paged_attention_triton(*case.arguments(plan)), first)
+
+
+@pytest.mark.parametrize(
+    "lens", [[0], [1], [16] * 20, [1000, 1, 1], [0, 0, 7], list(range(0, 900, 7))], ids=str
+)
+def test_items_cover_each_token_once_longest_first_within_the_grid(lens):
+    plan = DecodePlan(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        max_num_seqs=len(lens) + 5,
+        dtype=torch.float32,
+        device=DEVICE,
+        tuning=FINE,
+    )
+    plan.update(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
+    items = items_of(plan)
+    assert len(items) <= plan.max_items(len(lens)) <= len(plan.items)
+    for row, seq_len in enumerate(lens):
+        parts = [(index, item) for index, item in enumerate(items) if item[0] == row]
+        edges = [item[1] for _, item in parts] + [parts[-1][1][2]]
+        assert edges[0] == 0 and edges[-1] == seq_len
+        assert [item[2] for _, item in parts] == edges[1:]
+        assert all(edge % FINE.tile == 0 for edge in edges[:-1])
+        for offset, (index, item) in enumerate(parts):
+            assert item[3] == len(parts) and index == item[4] + offset
+    row_sizes = [item[2] - item[1] for item in items if item[1] == 0]
+    assert [-(-size // FINE.tile) for size in row_sizes] == sorted(
+        (-(-size // FINE.tile) for size in row_sizes), reverse=True
+    )
+
+
+def test_an_equal_batch_fills_the_grid_evenly():
+    plan = DecodePlan(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        max_num_seqs=4,
+        dtype=torch.float32,
+        device=DEVICE,
+        tuning=DecodeTuning(tile=16, min_part=16, num_waves=1 << 10, programs_per_sm=1),
+    )
+    plan.update(torch.full((4,), 64, dtype=torch.int32, device=DEVICE))
+    assert [item[1:3] for item in items_of(plan)] == [(0, 16), (16, 32), (32, 48), (48, 64)] * 4

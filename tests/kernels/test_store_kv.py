@@ -1,0 +1,56 @@
+"""Writing keys and values into the paged cache."""
+
+import pytest
+import torch
+
+from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.kernels.store_kv import store_kv, store_kv_reference, store_kv_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = [
+    store_kv,
+    store_kv_reference,
+    pytest.param(store_kv_triton, marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
+]
+
+
+def caches(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shape = (5, 4, num_kv_heads, head_dim)
+    return [torch.full(shape, -7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+
+
+@pytest.mark.parametrize("store", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (3, 80), (2, 96), (8, 128)])
+def test_tokens_land_in_their_slots_and_nowhere_else(store, dtype, num_kv_heads, head_dim):
+    # Views of a packed qkv row, as the layer hands them over.
+    qkv = torch.randn(4, 3, num_kv_heads, head_dim, device=DEVICE).to(dtype)
+    _, key, value = qkv.unbind(1)
+    slots = torch.tensor([19, -1, 0, 6], device=DEVICE)
+    k_cache, v_cache = caches(num_kv_heads, head_dim, dtype)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    for token, (block, offset) in ((0, (4, 3)), (2, (0, 0)), (3, (1, 2))):
+        expected_k[block, offset] = key[token]
+        expected_v[block, offset] = value[token]
+    store(key, value, k_cache, v_cache, slots)
+    assert torch.equal(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+@pytest.mark.parametrize("store", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_padding_and_empty_batches_store_nothing(store, num_tokens):
+    key = torch.randn(num_tokens, 2, 64, device=DEVICE)
+    slots = torch.full((num_tokens,), -1, device=DEVICE)
+    k_cache, v_cache = caches(2, 64, torch.float32)
+    store(key, key, k_cache, v_cache, slots)
+    assert (k_cache == -7).all()
+    assert (v_cache == -7).all()
+
+
+@pytest.mark.parametrize("store", IMPLEMENTATIONS)
+def test_a_cache_of_another_dtype_gets_rounded_values(store):
+    key = torch.randn(1, 2, 64, device=DEVICE)
+    k_cache, v_cache = caches(2, 64, torch.float16)
+    store(key, key, k_cache, v_cache, torch.tensor([2], device=DEVICE))
+    assert torch.equal(k_cache[0, 2], key[0].half())
