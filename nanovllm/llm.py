@@ -7,12 +7,15 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import Request
 from nanovllm.engine.request_builder import BadPrompt, params_list, prompt_list
+from nanovllm.generation_defaults import default_sampling_params
+from nanovllm.lazy import error_output, iterate
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupt import InterruptFlag
@@ -32,6 +35,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self._engine = LLMEngine(Config.from_options(model, options))
+        self._has_named_defaults = False
 
     # ---- whole batches
 
@@ -48,13 +52,14 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, a dict with "prompt" or "prompt_token_ids", or an
                 iterable of those
-            sampling_params: one for all, or one for each prompt; None: `SamplingParams()`
+            sampling_params: one for all, or one for each prompt; None: what the model's
+                generation_config says (`get_default_sampling_params`)
             use_tqdm: show progress; a callable is used in tqdm's place
             return_errors: a prompt that cannot run becomes an output with `error` set and no
                 completions; otherwise a ValueError lists all such prompts before any work starts
         """
         items, _ = prompt_list(prompts)
-        params = params_list(sampling_params or SamplingParams(), len(items))
+        params = params_list(sampling_params or self._default_params(), len(items))
         return self._run(items, params, use_tqdm=use_tqdm, return_errors=return_errors)
 
     def chat(
@@ -83,7 +88,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        params = params_list(sampling_params or SamplingParams(), len(texts))
+        params = params_list(sampling_params or self._default_params(), len(texts))
         # The template has written the special tokens: no second BOS.
         return self._run(
             texts,
@@ -92,6 +97,55 @@ class LLM:
             return_errors=return_errors,
             add_special_tokens=False,
         )
+
+    # ---- as results come
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Any],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        window: int | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield (index of the prompt, its output) as requests finish.
+
+        `prompts` may be lazy and endless; it is read in another thread, `window` prompts ahead of
+        the results (default: 4 * max_num_seqs). A prompt that cannot run yields an output with
+        `error` set. Closing the generator aborts what is open.
+        """
+        params = sampling_params or self._default_params()
+        params_iter = repeat(params) if isinstance(params, SamplingParams) else iter(params)
+        pairs = zip(prompts, params_iter, strict=False)
+        return iterate(self._engine, pairs, window=window or 4 * self._engine.config.max_num_seqs)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one request piece by piece; the pieces make up its final text."""
+        params = sampling_params or self._default_params()
+        if params.n > 1:
+            raise ValueError(f"stream takes one answer a prompt, got n={params.n}. Use generate_iter.")
+        self.get_tokenizer()
+        (request,) = _checked(self._engine.builder.build([prompt], [params]))
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        engine, request_id = self._engine, request.request_id
+        request.is_streamed = request.seqs[0].is_watched = True
+        foreign: list[RequestOutput] = []
+        num_given, is_finished = 0, False
+        try:
+            engine.add([request])
+            while not is_finished:
+                for output in engine.step():
+                    if output.request_id != request_id:
+                        foreign.append(output)
+                        continue
+                    is_finished = output.finished
+                    if piece := output["text"][num_given:]:
+                        num_given += len(piece)
+                        yield piece
+        finally:
+            engine.abort([request_id])
+            engine.keep_for_later(foreign)
 
     # ---- step by step
 
@@ -102,7 +156,7 @@ class LLM:
         request_id: str | None = None,
     ) -> str:
         """Queue one prompt for `step`; return its request id."""
-        params = [sampling_params or SamplingParams()]
+        params = [sampling_params or self._default_params()]
         (request,) = _checked(self._engine.builder.build([prompt], params))
         if request_id is not None:
             request.request_id = request_id
@@ -142,6 +196,31 @@ class LLM:
             raise ValueError(f"{self._engine.model_dir} has no tokenizer.")
         return self._engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config asks for, as `generate` uses without parameters."""
+        return default_sampling_params(self._engine.model_dir)
+
+    # ---- for trainers: weights that change, memory that is lent
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace weights in place from (Hugging Face name, full tensor) pairs, all or some.
+
+        The prefix cache is reset. Refused while requests are open.
+        """
+        self._engine.load_weights(weights)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Refused while requests are open."""
+        self._engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back: level 1 the KV cache, level 2 the weights too."""
+        self._engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again; after level 2 the weights are read from the checkpoint."""
+        self._engine.wake_up()
+
     def close(self) -> None:
         """Free the device's memory and end the worker processes. A second call does nothing."""
         engine = getattr(self, "_engine", None)
@@ -158,6 +237,13 @@ class LLM:
         self.close()
 
     # ---- inside
+
+    def _default_params(self) -> SamplingParams:
+        params = self.get_default_sampling_params()
+        if not self._has_named_defaults:
+            self._has_named_defaults = True
+            logger.info("No sampling_params: using the model's defaults, %r", params)
+        return params
 
     def _run(
         self,
@@ -184,7 +270,7 @@ class LLM:
             done = self._run_requests(requests, progress)
         _warn_if_cut(done.values(), params)
         return [
-            done[item.request_id] if isinstance(item, Request) else _error_output(item)
+            done[item.request_id] if isinstance(item, Request) else error_output(item, item.index)
             for item in built
         ]
 
@@ -242,17 +328,6 @@ def _checked(built: list[Request | BadPrompt]) -> list[Request]:
         lines.append("Nothing was started. return_errors=True runs the others.")
         raise ValueError("\n".join(lines))
     return [item for item in built if isinstance(item, Request)]
-
-
-def _error_output(item: BadPrompt) -> RequestOutput:
-    return RequestOutput(
-        request_id=f"error-{item.index}",
-        prompt=item.prompt,
-        prompt_token_ids=[],
-        outputs=[],
-        finished=True,
-        error=f"prompt {item.index} {item.reason}.",
-    )
 
 
 def _token_counts(output: RequestOutput) -> tuple[int, int]:

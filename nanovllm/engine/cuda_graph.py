@@ -61,7 +61,3 @@ class DecodeGraphs:
 
     def replay(self, num_rows: int) -> None:
         self._graphs[self.padded_size(num_rows)].replay()
-
-    def clear(self) -> None:
-        """Free the graphs and the memory pool they share."""
-        self._graphs.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,12 @@ class LLMEngine:
             raise
         num_cache_tokens = num_blocks * config.kvcache_block_size
         self.max_model_len = self._bounded_len(max_len, num_cache_tokens)
-        limits = Limits(self.max_model_len, num_cache_tokens, model_config.vocab_size)
+        limits = Limits(
+            self.max_model_len,
+            num_cache_tokens,
+            model_config.vocab_size,
+            allows_processors=config.tensor_parallel_size == 1,
+        )
         self.scheduler = Scheduler(
             BlockManager(
                 num_blocks,
@@ -81,6 +87,7 @@ class LLMEngine:
         self._in_flight: deque[_Launched] = deque()
         self._unclaimed: list[RequestOutput] = []
         self.is_closed = False
+        self._is_asleep = False
 
     @property
     def tokenizer(self) -> Any | None:
@@ -107,6 +114,8 @@ class LLMEngine:
     def add(self, requests: list[Request]) -> None:
         """Queue checked requests."""
         self._check_open()
+        if self._is_asleep:
+            raise RuntimeError("The engine sleeps. Call wake_up first.")
         for request in requests:
             if request.request_id in self.processor.requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use. Choose another.")
@@ -116,7 +125,7 @@ class LLMEngine:
         self.metrics.num_requests += len(requests)
 
     def has_unfinished(self) -> bool:
-        return bool(self._in_flight or self._unclaimed or self.processor.requests)
+        return bool(self._unclaimed or self.processor.requests)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, bring one in, and return requests that finished (or streamed)."""
@@ -153,6 +162,34 @@ class LLMEngine:
         blocks = self.scheduler.blocks
         kv_use = 1 - blocks.num_free_blocks / blocks.num_blocks
         return self.scheduler.num_running, len(self.scheduler.waiting), kv_use
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, whose KV new weights would not give."""
+        self._check_idle("reset_prefix_cache")
+        self.scheduler.blocks.reset_prefix_index()
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace weights in place on every rank."""
+        self._check_idle("load_weights")
+        self._executor.call("load_weights", list(weights))
+        self.scheduler.blocks.reset_prefix_index()
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache (level 1), and the weights (level 2), on every rank."""
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 (KV cache) or 2 (weights too), got {level!r}.")
+        self._check_idle("sleep")
+        if not self._is_asleep:
+            self._executor.call("sleep", level)
+            self.scheduler.blocks.reset_prefix_index()
+            self._is_asleep = True
+
+    def wake_up(self) -> None:
+        """Undo `sleep`; awake already, nothing happens."""
+        self._check_open()
+        if self._is_asleep:
+            self._executor.call("wake_up")
+            self._is_asleep = False
 
     def close(self) -> None:
         """Free the device's memory and end the workers. A second call does nothing."""
@@ -207,6 +244,16 @@ class LLMEngine:
         """After a fault in a step: nothing is in flight, and all that ran waits to run again."""
         self._in_flight.clear()
         self.scheduler.recover()
+
+    def _check_idle(self, name: str) -> None:
+        self._check_open()
+        if self.has_unfinished():
+            raise RuntimeError(
+                f"{name} needs an idle engine: {len(self.processor.requests)} request(s) are open. "
+                "Finish or abort them first."
+            )
+        while self._in_flight:  # a last step may still be running for rows that ended
+            self._bring_in(self._in_flight.popleft())
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from nanovllm.engine.step import Column, PrefillWork
 
+_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _NUM_BUFFERS = 3  # one more than steps in flight, so that no copy is overtaken
 
 
@@ -21,28 +22,32 @@ def slot_mapping(
     block_tables: [num_rows, max_blocks] int32; rows, positions: [num_tokens]
     """
     # A cache of 2^31 slots would be hundreds of terabytes: int32 holds every slot.
-    return block_tables[rows, positions // block_size] * block_size + positions % block_size
+    slots: np.ndarray = block_tables[rows, positions // block_size]
+    return slots * block_size + positions % block_size
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillColumns:
-    """What the device needs of a prefill step, still on the host. All int32."""
+class PrefillColumns(Generic[_Array]):
+    """What the device needs of a prefill step, on the host or uploaded. All int32."""
 
-    token_ids: np.ndarray  # [num_tokens]
-    positions: np.ndarray  # [num_tokens]
-    slots: np.ndarray  # [num_tokens]
-    rows: np.ndarray  # [num_chunks]
-    seq_lens: np.ndarray  # [num_chunks], up to the end of the chunk
-    cu_seqlens_q: np.ndarray  # [num_chunks + 1]
-    cu_seqlens_k: np.ndarray  # [num_chunks + 1]
-    sampled_rows: np.ndarray  # [num_sampled]
-    sampled_tokens: np.ndarray  # [num_sampled], place of the chunk's last token in the packed step
+    token_ids: _Array  # [num_tokens]
+    positions: _Array  # [num_tokens]
+    slots: _Array  # [num_tokens]
+    rows: _Array  # [num_chunks]
+    seq_lens: _Array  # [num_chunks], up to the end of the chunk
+    cu_seqlens_q: _Array  # [num_chunks + 1]
+    cu_seqlens_k: _Array  # [num_chunks + 1]
+    sampled_rows: _Array  # [num_sampled]
+    sampled_tokens: _Array  # [num_sampled], place of the chunk's last token in the packed step
+    # [num_prompt_logprobs] both: places of tokens whose next one's logprobs are wanted, and that one
+    prompt_places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    prompt_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
-    def arrays(self) -> list[np.ndarray]:
+    def arrays(self) -> list[_Array]:
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
-def prefill_columns(work: PrefillWork, block_tables: np.ndarray, block_size: int) -> PrefillColumns:
+def prefill_columns(work: PrefillWork, block_tables: np.ndarray, block_size: int) -> PrefillColumns[np.ndarray]:
     """Lay a prefill step out, without a Python loop over its tokens.
 
     block_tables: [max_num_seqs, max_blocks] int32, the host's mirror
@@ -66,7 +71,17 @@ def prefill_columns(work: PrefillWork, block_tables: np.ndarray, block_size: int
         cu_seqlens_k=np.concatenate([zero, np.cumsum(seq_lens)]).astype(np.int32),
         sampled_rows=work.rows[is_sampled],
         sampled_tokens=(ends - 1)[is_sampled].astype(np.int32),
+        prompt_places=_leading_places(starts, work.num_prompt_logprobs),
+        prompt_targets=work.prompt_targets,
     )
+
+
+def _leading_places(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The first `counts` places from each of `starts`, one after another."""
+    ends = np.cumsum(counts)
+    shifts = np.repeat(starts - (ends - counts), counts)
+    places: np.ndarray = (np.arange(len(shifts)) + shifts).astype(np.int32)
+    return places
 
 
 class RowMirror:
@@ -78,6 +93,11 @@ class RowMirror:
     @property
     def block_tables(self) -> np.ndarray:  # [max_num_seqs, max_blocks]
         return self._rows[:, Column.BLOCK_TABLE :]
+
+    def features(self, rows: np.ndarray) -> np.ndarray:
+        """SamplingFeature bits of some rows."""
+        bits: np.ndarray = self._rows[rows, Column.FEATURES]
+        return bits
 
     def apply(self, moves: np.ndarray, cells: np.ndarray) -> None:
         if len(moves):

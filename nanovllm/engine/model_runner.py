@@ -24,9 +24,12 @@ from nanovllm.engine.kv_cache import (
     num_blocks_on_cuda,
 )
 from nanovllm.engine.model_inputs import PrefillColumns, RowMirror, Uploader, prefill_columns
+from nanovllm.engine.redraw import MAX_COPIES, SLICE_BYTES, prompt_logprobs, redraw, slice_rows
+from nanovllm.engine.sampling_state import RedrawPlan, SamplingState
 from nanovllm.engine.step import Column, SchedulerOutput, row_width
-from nanovllm.engine.step_handle import OutputBuffers, StepHandle
+from nanovllm.engine.step_handle import OutputBuffers, StepHandle, StepLogprobs
 from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.layers.logprobs import TokenLogprobs
 from nanovllm.layers.sampler import SamplingInputs, draw
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
@@ -89,19 +92,21 @@ class ModelRunner:
             dtype=dtype,
             max_model_len=max_model_len,
         )
-        self._load_weights(model_dir)
+        self._model_dir = model_dir
+        self._load_weights()
         self._make_rows()
-        self._kv_cache = self._kv_shape.allocate(0, device)
+        # One block for the warm-up to read, until `init_kv_cache`.
+        self._kv_cache = self._kv_shape.allocate(1, device)
         self._graphs: DecodeGraphs | None = None
 
     # ---- start-up
 
-    def _load_weights(self, model_dir: Path) -> None:
+    def _load_weights(self) -> None:
         started = time.perf_counter()
         if self._config.load_format == "dummy":
             self._model.init_dummy_weights(self._config.seed)
         else:
-            load_model(self._model, model_dir)
+            load_model(self._model, self._model_dir)
         logger.info("Model ready in %.2f s", time.perf_counter() - started)
 
     def _make_rows(self) -> None:
@@ -115,6 +120,13 @@ class ModelRunner:
         self._uploader = Uploader(device)
         self._output_buffers = OutputBuffers(num_rows, device)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        vocab_size = self._model_config.vocab_size
+        self._max_slice_rows = slice_rows(vocab_size)
+        self._sampling = SamplingState(
+            num_rows, vocab_size, device, max_slice_rows=self._max_slice_rows
+        )
+        self._is_processed = self._config.logprobs_mode == "processed_logprobs"
+        self._every_row = np.arange(num_rows, dtype=np.int32)
         self._logits = torch.empty(
             (num_rows, self._model.lm_head.weight.shape[0]),
             dtype=self._model.lm_head.weight.dtype,
@@ -127,15 +139,51 @@ class ModelRunner:
         num_blocks = self._config.num_kvcache_blocks
         if num_blocks is None:
             num_blocks = self._measured_num_blocks()
-        num_blocks = self._parallel.min_int(num_blocks, self._device)
-        self._kv_cache = self._kv_shape.allocate(num_blocks, self._device)
+        self._num_blocks = self._parallel.min_int(num_blocks, self._device)
+        self._allocate_cache()
+        return self._num_blocks
+
+    def _allocate_cache(self) -> None:
+        self._kv_cache = self._kv_shape.allocate(self._num_blocks, self._device)
         can_capture = self._is_cuda and self._backend.is_capturable
         if can_capture and not self._config.enforce_eager:
             num_rows = self._config.max_num_seqs
             self._graphs = DecodeGraphs(max_num_seqs=num_rows, device=self._device)
             # The largest first: smaller ones then fit into the pool that it made.
-            self._graphs.capture(num_rows, self._decode_step)
-        return num_blocks
+            self._capture(num_rows)
+
+    # ---- memory lent, weights replaced
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Replace some or all weights in place; graphs stay valid."""
+        self._model.load_weights(weights, partial=True)
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache and the graphs that know its address; at level 2 the weights too."""
+        self._graphs = None
+        self._kv_cache = self._kv_shape.allocate(0, self._device)
+        if level == 2:
+            for parameter in self._model.parameters():
+                parameter.untyped_storage().resize_(0)
+        self._give_back_memory()
+
+    @torch.inference_mode()
+    def wake_up(self) -> None:
+        """Allocate what `sleep` freed; weights that are gone are read from the checkpoint again."""
+        is_empty = False
+        for parameter in self._model.parameters():
+            storage = parameter.untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(parameter.numel() * parameter.element_size())
+                is_empty = True
+        if is_empty:
+            self._load_weights()
+        self._allocate_cache()
+
+    def _give_back_memory(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
 
     def _measured_num_blocks(self) -> int:
         if not self._is_cuda:
@@ -143,7 +191,11 @@ class ModelRunner:
             return num_blocks_on_cpu(self._config.cpu_kvcache_space_gib, self._kv_shape, num_useful)
         weights = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        # Token counts are made when a row asks for penalties, but there must be room for them.
+        counts = torch.empty(self._sampling.counts_bytes, dtype=torch.uint8, device=self._device)
         self._run_largest_step()
+        workspace = torch.empty(MAX_COPIES * SLICE_BYTES, dtype=torch.uint8, device=self._device)
+        del counts, workspace
         torch.cuda.synchronize(self._device)
         activations = torch.cuda.max_memory_allocated(self._device) - weights
         torch.cuda.empty_cache()
@@ -161,7 +213,7 @@ class ModelRunner:
         lengths = np.minimum(lengths, max_len)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         num_tokens = int(ends[-1])
-        columns = PrefillColumns(
+        columns = PrefillColumns[np.ndarray](
             token_ids=np.zeros(num_tokens, dtype=np.int32),
             positions=np.zeros(num_tokens, dtype=np.int32),
             slots=np.full(num_tokens, -1, dtype=np.int32),
@@ -172,7 +224,8 @@ class ModelRunner:
             sampled_rows=np.arange(num_sampled, dtype=np.int32),
             sampled_tokens=ends[1:] - 1,
         )
-        self._prefill(columns, self._uploader.upload(columns.arrays()), has_cached_prefix=False)
+        tensors = self._uploader.upload(columns.arrays())
+        self._prefill(columns, tensors, has_cached_prefix=False)
 
     # ---- steps
 
@@ -180,13 +233,8 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> StepHandle:
         """Launch a step: change the rows, compute, draw. Does not wait for the device."""
         num_rows = output.num_decode_rows
-        needs_capture = bool(
-            num_rows and self._graphs is not None and not self._graphs.has(num_rows)
-        )
-        if needs_capture:
-            assert self._graphs is not None
-            self._set_num_active(0)
-            self._graphs.capture(num_rows, self._decode_step)
+        if num_rows and self._graphs is not None and not self._graphs.has(num_rows):
+            self._capture(num_rows)
         cells = output.cells
         if num_rows and num_rows != self._host_num_active:
             self._host_num_active = num_rows
@@ -201,18 +249,56 @@ class ModelRunner:
         tensors = self._uploader.upload(arrays) if any(a.size for a in arrays) else []
         if tensors:
             self._apply_changes(tensors[0], tensors[1])
+        sampled_rows = self._every_row[:num_rows] if columns is None else columns.sampled_rows
+        plan = self._sampling.begin_step(
+            output,
+            sampled_rows,
+            self._mirror.features(sampled_rows),
+            is_processed=self._is_processed,
+        )
+        of_prompts: list[TokenLogprobs] = []
         if columns is not None:
             assert output.prefill is not None
             # A row beyond its chunk's start reads what an earlier step, or a row of this one, wrote.
             has_cached_prefix = bool((output.prefill.first_positions > 0).any())
-            token_ids = self._prefill(columns, tensors[2:], has_cached_prefix=has_cached_prefix)
+            token_ids, of_prompts = self._prefill(
+                columns,
+                tensors[2:],
+                has_cached_prefix=has_cached_prefix,
+                num_top=int(output.prefill.max_prompt_logprobs[0]),
+            )
         else:
             token_ids = self._decode(num_rows)
-        return self._output_buffers.send(token_ids)
+        if plan is None:
+            return self._output_buffers.send(token_ids, StepLogprobs(prompt=of_prompts))
+        logprobs = self._redraw(plan, output, token_ids)
+        places = [part.places for part in plan.logprob_slices]
+        return self._output_buffers.send(token_ids, StepLogprobs(logprobs, places, of_prompts))
 
-    def _set_num_active(self, num_active: int) -> None:
-        self._num_active.fill_(num_active)
-        self._host_num_active = num_active
+    def _redraw(
+        self, plan: RedrawPlan, output: SchedulerOutput, token_ids: torch.Tensor
+    ) -> list[TokenLogprobs]:
+        """Draw again, from the step's logits, for rows that ask for more than temperature."""
+        return redraw(
+            plan,
+            self._sampling,
+            self._model,
+            self._logits[: len(token_ids)],
+            self._rows,
+            token_ids,
+            max_logprobs=output.max_logprobs,
+            is_processed=self._is_processed,
+            processor_calls=output.processor_calls,
+        )
+
+    def _capture(self, num_rows: int) -> None:
+        assert self._graphs is not None
+        # The warm-up before a capture runs the step for real: with no live row nothing is stored,
+        # and the rows, of which it overwrites the last tokens, are put back.
+        rows = self._rows.clone()
+        self._num_active.zero_()
+        self._graphs.capture(num_rows, self._decode_step)
+        self._rows.copy_(rows)
 
     def _apply_changes(self, moves: torch.Tensor, cells: torch.Tensor) -> None:
         """Copy moved rows, all read before any is written, then set single fields."""
@@ -222,10 +308,20 @@ class ModelRunner:
             self._rows.view(-1)[cells[:, 0]] = cells[:, 1]
 
     def _prefill(
-        self, columns: PrefillColumns, tensors: list[torch.Tensor], *, has_cached_prefix: bool
-    ) -> torch.Tensor:
-        """Compute packed chunks; return the tokens drawn for chunks that end their sequence."""
-        on_device = PrefillColumns(*tensors)  # type: ignore[arg-type]  # same fields, as tensors
+        self,
+        columns: PrefillColumns[np.ndarray],
+        tensors: list[torch.Tensor],
+        *,
+        has_cached_prefix: bool,
+        num_top: int = 0,
+    ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
+        """Compute packed chunks.
+
+        Returns:
+            the tokens drawn for chunks that end their sequence
+            log-probabilities of prompt tokens, with the `num_top` likeliest
+        """
+        on_device = PrefillColumns[torch.Tensor](*tensors)
         num_query = np.diff(columns.cu_seqlens_q)
         max_seqlen_k = int(columns.seq_lens.max())
         num_blocks = -(-max_seqlen_k // self._block_size)
@@ -245,6 +341,14 @@ class ModelRunner:
         )
         ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
         hidden = self._model(on_device.token_ids, on_device.positions, ctx)
+        of_prompts = prompt_logprobs(
+            self._model,
+            hidden,
+            on_device.prompt_places,  # type: ignore[arg-type]  # as above
+            on_device.prompt_targets,  # type: ignore[arg-type]
+            num_top,
+            self._max_slice_rows,
+        )
         num_sampled = len(columns.sampled_rows)
         token_ids = self._token_ids[:num_sampled]
         if num_sampled:
@@ -256,7 +360,7 @@ class ModelRunner:
             positions = on_device.positions[on_device.sampled_tokens] + 1
             self._draw(logits, rows, positions, token_ids)
             self._rows[on_device.sampled_rows, int(Column.LAST_TOKEN)] = token_ids
-        return token_ids
+        return token_ids, of_prompts
 
     def _decode(self, num_rows: int) -> torch.Tensor:
         if self._graphs is not None:
@@ -302,9 +406,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the device's memory back. The runner cannot be used afterwards."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._graphs = None
         del self._model, self._backend, self._kv_cache, self._logits, self._rows, self._num_active
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
+        self._give_back_memory()

@@ -113,6 +113,12 @@ class OutputProcessor:
         """
         stopped: list[tuple[Sequence, str]] = []
         touched: dict[str, Request] = {}
+        for span in updates.prompt_spans:
+            request = self.requests.get(span.seq.request_id)
+            if request is not None and step_output.prompt_logprobs is not None:
+                request.logprobs[span.seq.sample_index].push_prompt(
+                    step_output.prompt_logprobs, span.start, span.end, span.first_position
+                )
         for seq, place in updates.watched:
             request = self.requests.get(seq.request_id)
             if request is None:

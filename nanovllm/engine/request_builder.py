@@ -26,6 +26,7 @@ class Limits:
     max_model_len: int  # prompt and output together
     num_cache_tokens: int  # what the whole KV cache holds
     vocab_size: int
+    allows_processors: bool = True  # Python functions do not reach the workers of other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,11 @@ class RequestBuilder:
             bad = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
             if bad:
                 return f"has {name} with id {bad[0]}; ids must be in [0, {vocab_size})"
+        if params.logits_processors and not self.limits.allows_processors:
+            return (
+                "has logits_processors, which run in one process only. "
+                "Leave them out or pass tensor_parallel_size=1"
+            )
         if self.tokenizer is None and (params.stop or params.bad_words):
             return "asks for stop strings or bad words, but the model has no tokenizer"
         return None

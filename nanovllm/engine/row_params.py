@@ -8,25 +8,28 @@ from collections.abc import Iterable
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Column, Rule, SamplingFeature
+from nanovllm.engine.step import ALL_LOGPROBS, Column, Rule, SamplingFeature
 from nanovllm.sampling_params import SamplingParams
 
 
 def param_cells(seq: Sequence) -> dict[int, int]:
     """Column -> int32 value of the fields that never change while `seq` runs."""
     params = seq.params
+    is_sampled = not params.is_greedy  # the likeliest token passes every filter
     floats = {
         Column.TEMPERATURE: params.temperature,
-        Column.TOP_P: params.top_p,
-        Column.MIN_P: params.min_p,
+        Column.TOP_P: params.top_p if is_sampled else 1.0,
+        Column.MIN_P: params.min_p if is_sampled else 0.0,
         Column.PRESENCE_PENALTY: params.presence_penalty,
         Column.FREQUENCY_PENALTY: params.frequency_penalty,
         Column.REPETITION_PENALTY: params.repetition_penalty,
     }
     cells = {int(column): float_bits(value) for column, value in floats.items()}
-    cells[Column.TOP_K] = max(0, params.top_k)
+    # No vocabulary is as large as what int32 holds.
+    cells[Column.TOP_K] = min(params.top_k, 2**31 - 1) if is_sampled else 0
     cells[Column.KEY_LO], cells[Column.KEY_HI] = seq.noise_key
-    cells[Column.MIN_LEN] = seq.num_prompt_tokens + params.min_tokens
+    cells[Column.MIN_LEN] = min(seq.num_prompt_tokens + params.min_tokens, 2**31 - 1)
+    cells[Column.FEATURES] = row_features(params)
     return cells
 
 
@@ -35,9 +38,16 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
+def num_logprobs(asked: int | None) -> int:
+    """A request's number of logprobs as steps count it: -1 is none, ALL_LOGPROBS all."""
+    if asked is None:
+        return -1
+    return ALL_LOGPROBS if asked < 0 else min(asked, ALL_LOGPROBS)
+
+
 def row_features(params: SamplingParams) -> int:
     """SamplingFeature bits: what this row needs beyond temperature."""
-    is_sampled = params.temperature > 0
+    is_sampled = not params.is_greedy
     has_penalties = (
         params.presence_penalty != 0
         or params.frequency_penalty != 0
@@ -70,10 +80,11 @@ def row_rules(seq: Sequence) -> list[np.ndarray]:
         data = list(values)
         runs.append(np.array([seq.row, rule, len(data), *data], dtype=np.int64))
 
-    needs_history = SamplingFeature.PENALTIES | SamplingFeature.PYTHON_PROCESSORS
-    if features & needs_history or params.bad_words:
-        add(Rule.PROMPT, seq.token_ids[: seq.num_prompt_tokens])
+    # First, and always: it tells the device side that the row begins anew.
+    if features & (SamplingFeature.PENALTIES | SamplingFeature.TOKEN_RULES):
         add(Rule.OUTPUT, seq.token_ids[seq.num_prompt_tokens :])
+    if features & SamplingFeature.PENALTIES:
+        add(Rule.PROMPT, seq.token_ids[: seq.num_prompt_tokens])
     if params.min_tokens:
         add(Rule.BARRED_UNTIL_MIN_LEN, seq.barred_until_min_len)
     if params.logit_bias:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.row_params import param_cells, row_features, row_rules
+from nanovllm.engine.row_params import num_logprobs, param_cells, row_features, row_rules
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Column, row_width
 
@@ -68,7 +68,7 @@ class RowTable:
         self._is_watched[row] = seq.is_watched or bool(params.stop_token_ids)
         self._ignores_eos[row] = params.ignore_eos
         self._features[row] = row_features(params)
-        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_logprobs[row] = num_logprobs(params.logprobs)
         self._order[row] = self._num_joined
         self._num_joined += 1
         # The token that the prefill draws is counted at once: no other step reads the field earlier.
@@ -115,7 +115,7 @@ class RowTable:
         Returns:
             needs_look: [num_rows] bool, watched or at its limit with this token
             ignores_eos: [num_rows] bool
-            the union of the rows' SamplingFeature bits, and their largest `logprobs` (-1 for none)
+            the union of the rows' SamplingFeature bits, and their largest `logprobs` (-1: none)
         """
         picked = slice(0, len(rows)) if is_decode else rows  # decode: all rows, in order
         self._len[picked] += 1

@@ -15,9 +15,16 @@ import numpy as np
 
 from nanovllm.engine.admission import LengthPredictor, predicted_peak_tokens
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.row_params import num_logprobs
 from nanovllm.engine.rows import RowTable
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import PrefillWork, SchedulerOutput, StepOutput
+from nanovllm.engine.step import (
+    PrefillWork,
+    ProcessorCall,
+    SamplingFeature,
+    SchedulerOutput,
+    StepOutput,
+)
 from nanovllm.engine.waiting import WaitingQueue
 
 
@@ -29,6 +36,24 @@ class _Chunk:
     start: int
     end: int
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """How many of its tokens, from the first on, want logprobs of the next one."""
+        seq = self.seq
+        if not seq.wants_prompt_logprobs:
+            return 0
+        return max(0, min(self.end, seq.num_prompt_tokens - 1) - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Where in a step's output the logprobs of some prompt tokens of a sequence are."""
+
+    seq: Sequence
+    start: int  # places in the output
+    end: int
+    first_position: int  # of the prompt token at `start`
+
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
@@ -38,6 +63,7 @@ class _StepInFlight:
     seqs: list[Sequence]
     needs_look: np.ndarray  # [num_sampled] bool, watched or at its length limit
     ignores_eos: np.ndarray  # [num_sampled] bool
+    prompt_spans: list[PromptSpan]
 
 
 @dataclass(slots=True)
@@ -47,6 +73,7 @@ class SequenceUpdates:
     finished: list[Sequence] = field(default_factory=list)
     # (sequence, its place in the step's output) of watched sequences that got a token
     watched: list[tuple[Sequence, int]] = field(default_factory=list)
+    prompt_spans: list[PromptSpan] = field(default_factory=list)
     num_new_tokens: int = 0
 
 
@@ -111,22 +138,24 @@ class Scheduler:
         if chunks:
             sampled = [chunk.seq for chunk in chunks if chunk.end == len(chunk.seq.token_ids)]
             prefill, num_decode_rows = _pack(chunks), 0
+            spans = _prompt_spans(chunks)
             max_seq_len = max(chunk.end for chunk in chunks)
         elif self.rows.num_seqs:
             sampled = self.rows.packed_seqs()
             prefill, num_decode_rows = None, len(sampled)
+            spans = []
             max_seq_len = self.rows.max_len()
         else:
             return None
         self._num_steps += 1
-        return self._launch(sampled, prefill, num_decode_rows, max_seq_len, changes)
+        return self._launch(sampled, prefill, num_decode_rows, max_seq_len, changes, spans)
 
     def update(self, output: SchedulerOutput, step_output: StepOutput) -> SequenceUpdates:
         """Bring in the tokens that the oldest step in flight drew; end sequences that are done."""
         flight = self._in_flight.popleft()
         assert flight.step_id == output.step_id, "steps come back in the order they were launched"
         token_ids = step_output.token_ids
-        updates = SequenceUpdates()
+        updates = SequenceUpdates(prompt_spans=flight.prompt_spans)
         for seq, token_id in zip(flight.seqs, token_ids.tolist(), strict=True):
             if seq.status is not SequenceStatus.FINISHED:
                 seq.token_ids.append(token_id)
@@ -192,8 +221,8 @@ class Scheduler:
                 budget -= chunks[-1].end - chunks[-1].start
         if budget and self._is_admission_due():
             self._is_blocked, self._num_left = False, 0
-            while budget and (seq := self._admit_next()) is not None:
-                chunks.append(self._take_chunk(seq, budget))
+            while budget and (admitted := self._admit_next()) is not None:
+                chunks.append(self._take_chunk(admitted, budget))
                 budget -= chunks[-1].end - chunks[-1].start
         self._prefilling = [
             seq
@@ -207,7 +236,7 @@ class Scheduler:
         if not len(self.waiting):
             return False
         num_rows = self.rows.num_seqs
-        return not self._is_blocked or not num_rows or self._num_left >= max(1, num_rows // 16)
+        return not self._is_blocked or not num_rows or self._num_left >= max(1, num_rows // 32)
 
     def _admit_next(self) -> Sequence | None:
         """Give the head of the queue a row and blocks if every gate is open."""
@@ -219,7 +248,7 @@ class Scheduler:
         if is_open:
             hits = (
                 []
-                if seq.params.prompt_logprobs is not None
+                if seq.wants_prompt_logprobs
                 else self.blocks.find_prefix(seq.token_ids)
             )
             # The token that the prefill draws needs a slot next, unless it is the last one.
@@ -302,15 +331,18 @@ class Scheduler:
         num_decode_rows: int,
         max_seq_len: int,
         changes: tuple[np.ndarray, np.ndarray, np.ndarray],
+        prompt_spans: list[PromptSpan],
     ) -> SchedulerOutput:
         places = np.array([seq.row for seq in sampled], dtype=np.int64)
         needs_look, ignores_eos, features, max_logprobs = self.rows.draw(
             places, is_decode=prefill is None
         )
-        self._in_flight.append(_StepInFlight(self._num_steps, sampled, needs_look, ignores_eos))
-        return SchedulerOutput(
-            self._num_steps, num_decode_rows, features, max_seq_len, max_logprobs, *changes, prefill
+        self._in_flight.append(
+            _StepInFlight(self._num_steps, sampled, needs_look, ignores_eos, prompt_spans)
         )
+        head = (self._num_steps, num_decode_rows, features, max_seq_len, max_logprobs)
+        calls = _processor_calls(sampled) if features & SamplingFeature.PYTHON_PROCESSORS else ()
+        return SchedulerOutput(*head, *changes, prefill, calls)
 
     def _end_if_done(self, seq: Sequence, is_eos: bool) -> bool:
         token_id = seq.token_ids[-1]
@@ -341,17 +373,38 @@ class Scheduler:
 
 def _pack(chunks: list[_Chunk]) -> PrefillWork:
     token_ids = [np.array(c.seq.token_ids[c.start : c.end], dtype=np.int32) for c in chunks]
-    wants = [
-        -1
-        if c.seq.params.prompt_logprobs is None or c.start >= c.seq.num_prompt_tokens
-        else c.start
-        for c in chunks
-    ]
+    targets = [c.seq.token_ids[c.start + 1 : c.start + 1 + c.num_prompt_logprobs] for c in chunks]
+    asked = [num_logprobs(c.seq.params.prompt_logprobs) for c in chunks if c.num_prompt_logprobs]
     return PrefillWork(
         rows=np.array([c.seq.row for c in chunks], dtype=np.int32),
         token_ids=np.concatenate(token_ids),
         num_tokens=np.array([c.end - c.start for c in chunks], dtype=np.int32),
         first_positions=np.array([c.start for c in chunks], dtype=np.int32),
         is_sampled=np.array([c.end == len(c.seq.token_ids) for c in chunks], dtype=np.int32),
-        prompt_logprob_starts=np.array(wants, dtype=np.int32),
+        num_prompt_logprobs=np.array([c.num_prompt_logprobs for c in chunks], dtype=np.int32),
+        prompt_targets=np.array([t for ids in targets for t in ids], dtype=np.int32),
+        max_prompt_logprobs=np.array([max(asked, default=-1)], dtype=np.int32),
+    )
+
+
+def _prompt_spans(chunks: list[_Chunk]) -> list[PromptSpan]:
+    spans, start = [], 0
+    for chunk in chunks:
+        if num := chunk.num_prompt_logprobs:
+            spans.append(PromptSpan(chunk.seq, start, start + num, chunk.start + 1))
+            start += num
+    return spans
+
+
+def _processor_calls(sampled: list[Sequence]) -> tuple[ProcessorCall, ...]:
+    # The engine does not run ahead of rows with processors: all their tokens are known here.
+    return tuple(
+        ProcessorCall(
+            place,
+            seq.params.logits_processors,
+            seq.token_ids[: seq.num_prompt_tokens],
+            seq.token_ids[seq.num_prompt_tokens :],
+        )
+        for place, seq in enumerate(sampled)
+        if seq.params.logits_processors
     )

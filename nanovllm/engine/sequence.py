@@ -57,5 +57,10 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The first of n samples computes them for all, so it may not skip its prompt."""
+        return self.params.prompt_logprobs is not None and self.sample_index == 0
+
+    @property
     def has_token_in_flight(self) -> bool:
         return len(self.token_ids) < self.num_expected_tokens

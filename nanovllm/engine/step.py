@@ -8,8 +8,10 @@ the first rebuilds the rows from nothing, which is how tensor-parallel workers s
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ class Column(IntEnum):
     KEY_LO = 9  # the two halves of the noise key
     KEY_HI = 10
     MIN_LEN = 11  # stop tokens are barred while the sequence is shorter
+    FEATURES = 12  # SamplingFeature bits of the row
     BLOCK_TABLE = 16
 
 
@@ -49,11 +52,14 @@ class Rule(IntEnum):
     """Variable-length data of a row whose sampling needs more than its header says."""
 
     PROMPT = 0  # prompt token ids, for penalties
-    OUTPUT = 1  # generated token ids so far, for penalties and bad words
+    OUTPUT = 1  # generated token ids so far, for penalties and bad words; always the first rule
     BARRED_UNTIL_MIN_LEN = 2  # stop token ids
     BIAS = 3  # (token id, float32 bits) pairs
     ALLOWED = 4  # token ids
     BAD_WORD = 5  # the token ids of one banned run
+
+
+ALL_LOGPROBS = 2**31 - 1  # a number of logprobs; cut to the vocabulary where that is known
 
 
 def row_width(max_num_blocks: int) -> int:
@@ -72,8 +78,20 @@ class PrefillWork:
     is_sampled: (
         np.ndarray
     )  # [num_chunks] int32, 1 where the chunk reaches its sequence's last token
-    # [num_chunks] int32, first position whose next-token logprobs are wanted; -1: none
-    prompt_logprob_starts: np.ndarray
+    # [num_chunks] int32, how many leading tokens of the chunk want logprobs of the next one
+    num_prompt_logprobs: np.ndarray
+    prompt_targets: np.ndarray  # [sum of num_prompt_logprobs] int32, those next tokens
+    max_prompt_logprobs: np.ndarray  # [1] int32, largest k asked for by a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorCall:
+    """Python functions to run on the logits of one sampled row."""
+
+    place: int  # among the step's sampled rows
+    processors: tuple[Callable[..., Any], ...]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +102,12 @@ class SchedulerOutput:
     num_decode_rows: int  # rows [0, n) decode one token each; 0 in a prefill step
     features: int  # SamplingFeature bits of the sampled rows
     max_seq_len: int  # longest sequence of the step, for eager attention
-    max_logprobs: int  # largest k asked for by a sampled row; -1 for none
+    max_logprobs: int  # largest k asked for by a sampled row; -1: none, ALL_LOGPROBS: all
     moves: np.ndarray  # [num_moves, 2] int32, (from, to) rows, disjoint; packs the holes
     cells: np.ndarray  # [num_cells, 2] int32, (row * width + column, value)
     rules: np.ndarray  # [n] int32, runs of (row, Rule, count, count values) for rows that joined
     prefill: PrefillWork | None
+    processor_calls: tuple[ProcessorCall, ...] = ()  # stay in this process: not in `to_bytes`
 
     def to_bytes(self) -> bytes:
         """A fixed binary layout (no pickle): header, array lengths, arrays of int32."""

@@ -66,8 +66,9 @@ class WaitingQueue:
             return
         count = min(self._window, len(self._arrived))
         window = [self._arrived.popleft() for _ in range(count)]
-        lengths = [predictor.predicted_num_tokens(seq) for seq in window]
-        groups: dict[tuple[int, ...], int] = {}  # first block -> longest predicted length in it
+        # Steps to come, not tokens: a prompt is computed in one step whatever its length.
+        lengths = [predictor.predicted_num_tokens(seq) - len(seq.token_ids) for seq in window]
+        groups: dict[tuple[int, ...], int] = {}  # first block -> longest predicted answer in it
         keys = []
         for place, (seq, length) in enumerate(zip(window, lengths, strict=True)):
             block = tuple(seq.token_ids[: self._block_size])

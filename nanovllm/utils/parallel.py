@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -59,7 +60,7 @@ def join_group(
     A file, not a TCP store: no port is opened for the rendezvous. The collectives' own connections
     are bound to loopback.
     """
-    store = dist.PrefixStore("nanovllm", dist.FileStore(store_path, tp_size))
+    store = FileStore(store_path, tp_size)
     group: Any
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

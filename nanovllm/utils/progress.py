@@ -33,6 +33,7 @@ class Progress:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
+            self._show_rates()
             self._bar.close()
 
     def show_tokenized(self, num_prompts: int) -> None:
@@ -52,13 +53,14 @@ class Progress:
         if self._bar is None or now < self._next_refresh:
             return
         self._next_refresh = now + _REFRESH_S
-        elapsed = now - self._started
+        self._show_rates(run=num_running, wait=num_waiting, kv=f"{kv_use:.0%}")
+
+    def _show_rates(self, **state: Any) -> None:
+        elapsed = time.perf_counter() - self._started
         self._postfix(
             in_tok_s=round(self._num_tokens_in / elapsed),
             out_tok_s=round(self._num_tokens_out / elapsed),
-            run=num_running,
-            wait=num_waiting,
-            kv=f"{kv_use:.0%}",
+            **state,
         )
 
     def _postfix(self, **figures: Any) -> None:

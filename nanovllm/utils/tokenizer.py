@@ -13,10 +13,11 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
+_SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -45,14 +46,18 @@ def find_model(model: str) -> Path:
 
 def load_tokenizer(directory: Path) -> Any | None:
     """The fast tokenizer of a model's directory; None where it ships none."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((directory / name).is_file() for name in names):
-        logger.warning(
-            "%s has no tokenizer: prompts must be token ids, texts stay empty", directory
-        )
+    if not (directory / "tokenizer.json").is_file():
+        others = [name for name in _SLOW_TOKENIZERS if (directory / name).is_file()]
+        if others:
+            raise ValueError(
+                f"{directory} has {others[0]} but no tokenizer.json. Convert it with "
+                "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+            )
+        logger.warning("%s has no tokenizer: prompts must be ids, texts stay empty", directory)
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        # Not AutoTokenizer: importing that takes seconds, and it may look into other code.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except Exception as error:  # the library raises what its parsers happen to raise
         raise ValueError(f"The tokenizer of {directory} cannot be loaded: {error}") from error
     tokenizer.model_max_length = int(1e30)  # the engine checks lengths, with the prompt's index
