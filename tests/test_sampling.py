@@ -1,4 +1,4 @@
-"""Every field of SamplingParams, against transformers, plain Python rules and exact distributions."""
+"""Every field of SamplingParams, against transformers, plain Python and exact distributions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def exact_distribution(logits: list[float], temperature: float = 1.0, **filters:
     scaled = [x / temperature for x in logits]
     weights = [math.exp(x - max(scaled)) for x in scaled]
     min_p = filters.get("min_p", 0.0)
-    order = sorted((i for i in range(len(logits)) if weights[i] >= min_p), key=lambda i: -weights[i])
+    order = sorted(
+        (i for i in range(len(logits)) if weights[i] >= min_p), key=lambda i: -weights[i]
+    )
     order = order[: int(filters.get("top_k", 0)) or None]
     total, mass, kept = sum(weights[i] for i in order), 0.0, []
     for i in order:
@@ -100,7 +102,9 @@ def test_draws_have_the_exact_distribution(filters):
     assert_drawn_from(probabilities, draw_many(LOGITS, **filters))
 
 
-def draw_many(logits: list[float] | torch.Tensor, temperature: float = 1.0, **filters) -> torch.Tensor:
+def draw_many(
+    logits: list[float] | torch.Tensor, temperature: float = 1.0, **filters
+) -> torch.Tensor:
     """Draws of one row at as many positions, in batches that a kernel's grid can hold."""
     drawn = []
     for start in range(0, NUM_DRAWS, 50_000):
@@ -226,7 +230,9 @@ def test_greedy_with_penalties_bias_and_allowed_ids_equals_plain_python(
     llm._engine.scheduler.check_invariants()
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_overlap": True, "num_kvcache_blocks": 12}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_overlap": True, "num_kvcache_blocks": 12}], ids=str
+)
 def test_bad_words_and_min_tokens_bar_their_tokens_only_when_due(
     tiny_llm, tiny_oracle, optimistic, options
 ):
@@ -363,7 +369,7 @@ def test_logprobs_equal_transformers(tiny_llm, tiny_oracle, optimistic, options)
             else:
                 num_top = 517 if one.logprobs == -1 else one.logprobs
                 check_logprobs(completion.logprobs, answer, expected[len(prompt) - 1 : -1], num_top)
-                total = sum(found[t].logprob for found, t in zip(completion.logprobs, answer))
+                total = sum(found[t].logprob for found, t in zip(completion.logprobs, answer, strict=True))
                 assert abs(completion.cumulative_logprob - total) < 1e-4
             if one.prompt_logprobs is None:
                 assert output.prompt_logprobs is None
@@ -441,9 +447,7 @@ def mixed_alone(tiny_model):
 @pytest.mark.parametrize(
     "options", [*SETTINGS, {"tensor_parallel_size": 2, "enable_overlap": True}], ids=str
 )
-def test_a_seed_draws_the_same_alone_and_in_any_batch(
-    tiny_llm, optimistic, mixed_alone, options
-):
+def test_a_seed_draws_the_same_alone_and_in_any_batch(tiny_llm, optimistic, mixed_alone, options):
     llm = tiny_llm(**options)
     order = list(range(len(PROMPTS)))
     for _ in range(2):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +23,12 @@ def slot_mapping(
     block_tables: [num_rows, max_blocks] int32; rows, positions: [num_tokens]
     """
     # A cache of 2^31 slots would be hundreds of terabytes: int32 holds every slot.
-    slots: np.ndarray = block_tables[rows, positions // block_size]
-    return slots * block_size + positions % block_size
+    block_ids = block_tables[rows, positions // block_size]
+    slots: np.ndarray = block_ids * block_size + positions % block_size
+    return slots
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: a generic class keeps its type argument in an attribute
 class PrefillColumns(Generic[_Array]):
     """What the device needs of a prefill step, on the host or uploaded. All int32."""
 
@@ -40,14 +42,16 @@ class PrefillColumns(Generic[_Array]):
     sampled_rows: _Array  # [num_sampled]
     sampled_tokens: _Array  # [num_sampled], place of the chunk's last token in the packed step
     # [num_prompt_logprobs] both: places of tokens whose next one's logprobs are wanted, and that one
-    prompt_places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    prompt_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    prompt_places: _Array
+    prompt_targets: _Array
 
     def arrays(self) -> list[_Array]:
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
-def prefill_columns(work: PrefillWork, block_tables: np.ndarray, block_size: int) -> PrefillColumns[np.ndarray]:
+def prefill_columns(
+    work: PrefillWork, block_tables: np.ndarray, block_size: int
+) -> PrefillColumns[np.ndarray]:
     """Lay a prefill step out, without a Python loop over its tokens.
 
     block_tables: [max_num_seqs, max_blocks] int32, the host's mirror

@@ -223,6 +223,8 @@ class ModelRunner:
             cu_seqlens_k=ends,
             sampled_rows=np.arange(num_sampled, dtype=np.int32),
             sampled_tokens=ends[1:] - 1,
+            prompt_places=np.zeros(0, dtype=np.int32),
+            prompt_targets=np.zeros(0, dtype=np.int32),
         )
         tensors = self._uploader.upload(columns.arrays())
         self._prefill(columns, tensors, has_cached_prefix=False)
@@ -344,8 +346,8 @@ class ModelRunner:
         of_prompts = prompt_logprobs(
             self._model,
             hidden,
-            on_device.prompt_places,  # type: ignore[arg-type]  # as above
-            on_device.prompt_targets,  # type: ignore[arg-type]
+            on_device.prompt_places,
+            on_device.prompt_targets,
             num_top,
             self._max_slice_rows,
         )

@@ -54,37 +54,27 @@ def paged_attention_triton(
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert block_tables.stride(1) == 1, "block tables may be strided between rows only"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    block_cols = triton.next_power_of_2(group) * head_dim
+    tuning = plan.tuning
+    # Given only where wanted: neither the interpreter nor GPUs before Hopper know them all.
+    options = {"launch_pdl": True} if tuning.launch_pdl else {}
+    options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
+    block_group = triton.next_power_of_2(group)
+    # fmt: off
     _decode_kernel[(num_kv_heads, plan.max_items(num_seqs))](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        out,
-        plan.items,
-        plan.num_items,
-        plan.num_done,
-        plan.partial_out,
-        plan.partial_lse,
-        q.stride(0),
-        block_tables.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        scale * _LOG2_E,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PAGE=k_cache.shape[1],
-        TILE=plan.tuning.tile,
+        q, k_cache, v_cache, block_tables, out,
+        plan.items, plan.num_items, plan.num_done, plan.partial_out, plan.partial_lse,
+        q.stride(0), block_tables.stride(0), *k_cache.stride()[:3], scale * _LOG2_E,
+        GROUP=group, HEAD_DIM=head_dim, PAGE=k_cache.shape[1], TILE=tuning.tile,
         ITEM_WIDTH=ITEM_WIDTH,
         # The tensor cores' smallest tile has 16 rows; what is above `group` is padding.
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
-        BLOCK_COLS=block_cols,
-        BLOCK_PARTS=max(2, min(16, 4096 // block_cols)),
+        BLOCK_GROUP=max(16, block_group),
+        MERGE_GROUP=block_group,
+        MERGE_PARTS=max(1, min(16, tuning.merge_values // (block_group * head_dim))),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=plan.tuning.num_warps,
-        num_stages=plan.tuning.num_stages,
+        USE_PDL=tuning.launch_pdl, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        **options,
     )
+    # fmt: on
     return out
 
 
@@ -134,10 +124,15 @@ def _decode_kernel(
     TILE: tl.constexpr,
     ITEM_WIDTH: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        # Before any load or store: the kernel before may still run. Nothing is gained by telling
+        # the kernel after early, as programs that wait there would take slots from those here.
+        tl.extra.cuda.gdc_wait()
     # kv heads are neighbours in the grid, so the programs that share pages run together.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -201,18 +196,14 @@ def _decode_kernel(
         done = num_done + row * num_kv_heads + kv_head
         if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
             tl.store(done, 0)
+            first_slot = (first_index.to(tl.int64) * num_kv_heads + kv_head) * GROUP
+            # fmt: off
             _merge_parts(
-                partial_out
-                + (first_index.to(tl.int64) * num_kv_heads + kv_head) * GROUP * HEAD_DIM,
-                partial_lse + (first_index.to(tl.int64) * num_kv_heads + kv_head) * GROUP,
-                out_row + kv_head * GROUP * HEAD_DIM,
-                num_parts,
-                num_kv_heads * GROUP,
-                GROUP,
-                HEAD_DIM,
-                BLOCK_COLS,
-                BLOCK_PARTS,
+                partial_out + first_slot * HEAD_DIM, partial_lse + first_slot,
+                out_row + kv_head * GROUP * HEAD_DIM, num_parts, num_kv_heads * GROUP,
+                GROUP, HEAD_DIM, MERGE_GROUP, MERGE_PARTS,
             )
+            # fmt: on
 
 
 @triton.jit
@@ -224,32 +215,35 @@ def _merge_parts(
     stride_part,  # in heads
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
 ):
     """Write one row's output of one kv head: its parts weighted by 2**lse."""
-    cols = tl.arange(0, BLOCK_COLS)
-    is_col = cols < GROUP * HEAD_DIM
-    # Finite, so that columns without a head give 0 / 0 rather than a trap in inf - inf.
-    max_lse = tl.full([BLOCK_COLS], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_COLS], tl.float32)
-    acc = tl.zeros([BLOCK_COLS], tl.float32)
-    for first in range(0, num_parts, BLOCK_PARTS):
-        parts = first + tl.arange(0, BLOCK_PARTS)
-        mask = (parts < num_parts)[:, None] & is_col[None, :]
-        slots = parts.to(tl.int64)[:, None] * stride_part + (cols // HEAD_DIM)[None, :]
+    # Few values at a time: the kernel's registers are the most that any part of it needs.
+    heads = tl.arange(0, MERGE_GROUP)
+    head_offsets = heads[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    # Finite, so that heads above the group give 0 / 0 rather than a trap in inf - inf.
+    max_lse = tl.full([MERGE_GROUP], -1e30, tl.float32)
+    total = tl.zeros([MERGE_GROUP], tl.float32)
+    acc = tl.zeros([MERGE_GROUP, HEAD_DIM], tl.float32)
+    for first in range(0, num_parts, MERGE_PARTS):
+        parts = first + tl.arange(0, MERGE_PARTS)
+        mask = (parts < num_parts)[:, None] & (heads < GROUP)[None, :]
+        slots = (parts * stride_part)[:, None] + heads[None, :]
         # Not through L1: other SMs wrote these.
         lse = tl.load(partial_lse + slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        offsets = slots * HEAD_DIM + (cols % HEAD_DIM)[None, :]
-        values = tl.load(partial_out + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+        offsets = (parts * stride_part * HEAD_DIM)[:, None, None] + head_offsets[None, :, :]
+        values = tl.load(
+            partial_out + offsets, mask=mask[:, :, None], other=0.0, cache_modifier=".cg"
+        )
         new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
         weights = tl.exp2(lse - new_max[None, :])
         decay = tl.exp2(max_lse - new_max)
         total = total * decay + tl.sum(weights, axis=0)
-        acc = acc * decay + tl.sum(weights * values, axis=0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, axis=0)
         max_lse = new_max
-    result = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + cols, result.to(out.dtype.element_ty), mask=is_col)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + head_offsets, result.to(out.dtype.element_ty), mask=(heads < GROUP)[:, None])
 
 
 @triton.jit

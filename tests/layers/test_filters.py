@@ -210,9 +210,7 @@ def test_a_history_ends_with_a_run_whose_tokens_all_match():
 
 def test_bias_is_added_and_temperature_divides_all_but_greedy_rows():
     logits = torch.zeros((2, 5)) + 2.0
-    add_bias(
-        logits, torch.tensor([0, 1]), torch.tensor([4, 0]), torch.tensor([1.5, -3.0])
-    )
+    add_bias(logits, torch.tensor([0, 1]), torch.tensor([4, 0]), torch.tensor([1.5, -3.0]))
     scaled = apply_temperature(logits, torch.tensor([0.5, 0.0]))
     assert scaled.tolist() == [[4.0, 4.0, 4.0, 4.0, 7.0], [-1.0, 2.0, 2.0, 2.0, 2.0]]
 
