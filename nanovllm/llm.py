@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import repeat
+from threading import Event
 from typing import Any
 
+from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.output_processor import Request
-from nanovllm.engine.request_builder import BadPrompt, params_list, prompt_list
+from nanovllm.engine.request_builder import params_list, prompt_list
 from nanovllm.generation_defaults import default_sampling_params
-from nanovllm.lazy import error_output, iterate
-from nanovllm.outputs import RequestOutput
+from nanovllm.lazy import iterate, paired, stream_text
+from nanovllm.metrics import StepSample, StepSampler
+from nanovllm.outputs import RequestOutput, Score
+from nanovllm.run_requests import checked, run_batch
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.interrupt import InterruptFlag
-from nanovllm.utils.progress import Progress
+from nanovllm.scoring import score_continuations
+from nanovllm.utils.checks import check_int
 
 logger = logging.getLogger(__name__)
-
-_DEFAULT_MAX_TOKENS = 64
-_MAX_LISTED_ERRORS = 20
 
 
 class LLM:
@@ -59,8 +56,10 @@ class LLM:
                 completions; otherwise a ValueError lists all such prompts before any work starts
         """
         items, _ = prompt_list(prompts)
-        params = params_list(sampling_params or self._default_params(), len(items))
-        return self._run(items, params, use_tqdm=use_tqdm, return_errors=return_errors)
+        params = params_list(self._params_or_default(sampling_params), len(items))
+        return run_batch(
+            self._engine, items, params, use_tqdm=use_tqdm, return_errors=return_errors
+        )
 
     def chat(
         self,
@@ -75,23 +74,32 @@ class LLM:
         tools: list[Any] | None = None,
         return_errors: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, laid out by the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        texts = [
-            self._chat_text(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        params = params_list(sampling_params or self._default_params(), len(texts))
+        """Answer one conversation or several, laid out by the model's chat template.
+
+        Args:
+            messages: a list of dicts with "role" and "content", or a list of such lists
+            add_generation_prompt: end with what begins an answer
+            continue_final_message: let the answer go on where the last message ends; needs
+                add_generation_prompt=False
+            chat_template: used in place of the tokenizer's
+            chat_template_kwargs: passed on to the template, such as {"enable_thinking": False}
+            tools: functions or JSON schemas that the template describes to the model
+            return_errors: as in `generate`; a conversation is named as the prompt of its index
+        """
+        prompts = chat_prompts(
+            self.get_tokenizer(),
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+        )
+        params = params_list(self._params_or_default(sampling_params), len(prompts))
         # The template has written the special tokens: no second BOS.
-        return self._run(
-            texts,
+        return run_batch(
+            self._engine,
+            prompts,
             params,
             use_tqdm=use_tqdm,
             return_errors=return_errors,
@@ -106,46 +114,46 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         window: int | None = None,
+        drain: Event | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, its output) as requests finish.
 
         `prompts` may be lazy and endless; it is read in another thread, `window` prompts ahead of
         the results (default: 4 * max_num_seqs). A prompt that cannot run yields an output with
-        `error` set. Closing the generator aborts what is open.
+        `error` set. Closing the generator aborts what is open; setting `drain`, from any thread,
+        lets what runs finish and drops the rest.
         """
-        params = sampling_params or self._default_params()
-        params_iter = repeat(params) if isinstance(params, SamplingParams) else iter(params)
-        pairs = zip(prompts, params_iter, strict=False)
-        return iterate(self._engine, pairs, window=window or 4 * self._engine.config.max_num_seqs)
+        window = check_int("window", window or 4 * self._engine.config.max_num_seqs, minimum=1)
+        pairs = paired(prompts, self._params_or_default(sampling_params))
+        return iterate(self._engine, pairs, window=window, drain=drain)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one request piece by piece; the pieces make up its final text."""
-        params = sampling_params or self._default_params()
+        (params,) = params_list(self._params_or_default(sampling_params), 1)
         if params.n > 1:
             raise ValueError(f"stream takes one answer a prompt, got n={params.n}. Use generate_iter.")
+        if not params.detokenize:
+            raise ValueError("stream gives text, but detokenize is False. Use generate_iter.")
         self.get_tokenizer()
-        (request,) = _checked(self._engine.builder.build([prompt], [params]))
-        return self._stream(request)
+        (request,) = checked(self._engine.builder.build([prompt], [params]))
+        return stream_text(self._engine, request)
 
-    def _stream(self, request: Request) -> Iterator[str]:
-        engine, request_id = self._engine, request.request_id
-        request.is_streamed = request.seqs[0].is_watched = True
-        foreign: list[RequestOutput] = []
-        num_given, is_finished = 0, False
-        try:
-            engine.add([request])
-            while not is_finished:
-                for output in engine.step():
-                    if output.request_id != request_id:
-                        foreign.append(output)
-                        continue
-                    is_finished = output.finished
-                    if piece := output["text"][num_given:]:
-                        num_given += len(piece)
-                        yield piece
-        finally:
-            engine.abort([request_id])
-            engine.keep_for_later(foreign)
+    # ---- how likely a given text is
+
+    def score(
+        self,
+        contexts: Any,
+        continuations: Any,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[Score]:
+        """Return the log-probability of each continuation after its context, nothing generated.
+
+        Args:
+            contexts: texts or lists of token ids, one for each continuation; a single one is shared
+            continuations: texts or lists of token ids
+            use_tqdm: show progress; a callable is used in tqdm's place
+        """
+        return score_continuations(self._engine, contexts, continuations, use_tqdm=use_tqdm)
 
     # ---- step by step
 
@@ -156,8 +164,10 @@ class LLM:
         request_id: str | None = None,
     ) -> str:
         """Queue one prompt for `step`; return its request id."""
-        params = [sampling_params or self._default_params()]
-        (request,) = _checked(self._engine.builder.build([prompt], params))
+        params = params_list(self._params_or_default(sampling_params), 1)
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}.")
+        (request,) = checked(self._engine.builder.build([prompt], params))
         if request_id is not None:
             request.request_id = request_id
             for seq in request.seqs:
@@ -186,9 +196,26 @@ class LLM:
         return self._engine.max_model_len
 
     @property
+    def num_cache_tokens(self) -> int:
+        """How many tokens the KV cache holds."""
+        return self._engine.builder.limits.num_cache_tokens
+
+    def load(self) -> tuple[int, int, float]:
+        """Sequences running and waiting, and the share of the KV cache's blocks in use."""
+        return self._engine.load()
+
+    @property
     def metrics(self) -> Any:
         """Counters since the engine was built."""
         return self._engine.metrics
+
+    def observe_steps(self, sink: Callable[[StepSample], None] | None) -> None:
+        """Call `sink` with what each step did, from now on; None: no more."""
+        self._engine.on_step = None if sink is None else StepSampler(self.metrics, sink)
+
+    def give_up_waiting(self, max_num_requests: int | None = None) -> list[str]:
+        """Abort added requests that have not begun to run, last come first; return their ids."""
+        return self._engine.give_up_waiting(max_num_requests)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer. ValueError where it has none."""
@@ -238,126 +265,13 @@ class LLM:
 
     # ---- inside
 
+    def _params_or_default(self, sampling_params: Any) -> Any:
+        # Not `sampling_params or ...`: an empty list is a mistake, not a wish for the default.
+        return self._default_params() if sampling_params is None else sampling_params
+
     def _default_params(self) -> SamplingParams:
         params = self.get_default_sampling_params()
         if not self._has_named_defaults:
             self._has_named_defaults = True
             logger.info("No sampling_params: using the model's defaults, %r", params)
         return params
-
-    def _run(
-        self,
-        prompts: list[Any],
-        params: list[SamplingParams],
-        *,
-        use_tqdm: bool | Callable[..., Any],
-        return_errors: bool,
-        add_special_tokens: bool = True,
-    ) -> list[RequestOutput]:
-        engine = self._engine
-        with Progress(use_tqdm, len(prompts)) as progress, _quiet_collector():
-            built = engine.builder.build(
-                prompts,
-                params,
-                add_special_tokens=add_special_tokens,
-                on_progress=progress.show_tokenized,
-            )
-            requests = (
-                [item for item in built if isinstance(item, Request)]
-                if return_errors
-                else _checked(built)
-            )
-            done = self._run_requests(requests, progress)
-        _warn_if_cut(done.values(), params)
-        return [
-            done[item.request_id] if isinstance(item, Request) else error_output(item, item.index)
-            for item in built
-        ]
-
-    def _run_requests(
-        self, requests: list[Request], progress: Progress
-    ) -> dict[str, RequestOutput]:
-        """Step until all `requests` are done; whatever ends this early leaves nothing behind."""
-        engine = self._engine
-        ids = [request.request_id for request in requests]
-        waiting_for = set(ids)
-        done: dict[str, RequestOutput] = {}
-        foreign: list[RequestOutput] = []
-        interrupt = InterruptFlag()
-        try:
-            with interrupt:
-                engine.add(requests)
-                while waiting_for and not interrupt.count:
-                    for output in engine.step():
-                        if output.request_id not in waiting_for:
-                            foreign.append(output)
-                        elif output.finished:
-                            waiting_for.discard(output.request_id)
-                            done[output.request_id] = output
-                            progress.show_finished(*_token_counts(output))
-                    progress.show_state(*engine.load())
-            if interrupt.count:
-                raise KeyboardInterrupt
-        except BaseException:
-            # A second Ctrl-C may have struck anywhere: only a new engine is sure to be right.
-            if interrupt.count > 1:
-                engine.close()
-            engine.abort(ids)
-            raise
-        finally:
-            engine.keep_for_later(foreign)
-        return done
-
-    def _chat_text(self, conversation: Any, **options: Any) -> str:
-        tokenizer = self.get_tokenizer()
-        if options["chat_template"] is None and not tokenizer.chat_template:
-            raise ValueError(
-                f"The tokenizer of {self._engine.model_dir} has no chat template. "
-                "Pass chat_template=..., or use generate."
-            )
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
-
-
-def _checked(built: list[Request | BadPrompt]) -> list[Request]:
-    """All requests, or a ValueError that lists every prompt that cannot run."""
-    bad = [item for item in built if isinstance(item, BadPrompt)]
-    if bad:
-        lines = [f"prompt {item.index} {item.reason}." for item in bad[:_MAX_LISTED_ERRORS]]
-        if len(bad) > len(lines):
-            lines.append(f"... and {len(bad) - len(lines)} more.")
-        lines.append("Nothing was started. return_errors=True runs the others.")
-        raise ValueError("\n".join(lines))
-    return [item for item in built if isinstance(item, Request)]
-
-
-def _token_counts(output: RequestOutput) -> tuple[int, int]:
-    return len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
-
-
-def _warn_if_cut(outputs: Iterable[RequestOutput], params: list[SamplingParams]) -> None:
-    if not any(item.max_tokens == _DEFAULT_MAX_TOKENS for item in params):
-        return
-    num_cut = sum(
-        completion.finish_reason == "length" and len(completion.token_ids) == _DEFAULT_MAX_TOKENS
-        for output in outputs
-        for completion in output.outputs
-    )
-    if num_cut:
-        logger.warning(
-            "%d answer(s) were cut at max_tokens=%d, the default. Pass SamplingParams(max_tokens=...) "
-            "for longer ones, None for no limit but the context's.",
-            num_cut,
-            _DEFAULT_MAX_TOKENS,
-        )
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Keep Python's garbage collector still: one pass over a large heap stalls the GPU for 0.1 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

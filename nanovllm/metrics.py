@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanovllm.outputs import RequestOutput
@@ -43,6 +44,59 @@ class Metrics:
         self.num_finished_requests += 1
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_cached_tokens += output.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """What one step of one engine did, and how full the engine was after it."""
+
+    end_s: float  # as time.time() gives it
+    schedule_s: float
+    launch_s: float
+    wait_s: float
+    update_s: float
+    num_prefill_tokens: int
+    num_decode_rows: int
+    num_output_tokens: int
+    num_prompt_tokens: int  # of requests that it finished
+    num_cached_tokens: int  # of those
+    num_preemptions: int
+    num_running: int
+    num_waiting: int
+    kv_use: float  # share of the KV cache's blocks, 0 to 1
+    engine: int = 0  # which of several data-parallel ones
+
+
+class StepSampler:
+    """Turns the counters after each step into what that step added to them."""
+
+    def __init__(self, metrics: Metrics, sink: Callable[[StepSample], None]) -> None:
+        self._last = replace(metrics)
+        self._sink = sink
+
+    def __call__(self, metrics: Metrics, load: tuple[int, int, float]) -> None:
+        last, self._last = self._last, replace(metrics)
+        num_running, num_waiting, kv_use = load
+        self._sink(
+            StepSample(
+                end_s=time.time(),
+                schedule_s=metrics.schedule_s - last.schedule_s,
+                launch_s=metrics.launch_s - last.launch_s,
+                wait_s=metrics.wait_s - last.wait_s,
+                update_s=metrics.update_s - last.update_s,
+                num_prefill_tokens=(
+                    metrics.num_computed_prompt_tokens - last.num_computed_prompt_tokens
+                ),
+                num_decode_rows=metrics.num_decode_rows - last.num_decode_rows,
+                num_output_tokens=metrics.num_output_tokens - last.num_output_tokens,
+                num_prompt_tokens=metrics.num_prompt_tokens - last.num_prompt_tokens,
+                num_cached_tokens=metrics.num_cached_tokens - last.num_cached_tokens,
+                num_preemptions=metrics.num_preemptions - last.num_preemptions,
+                num_running=num_running,
+                num_waiting=num_waiting,
+                kv_use=kv_use,
+            )
+        )
 
 
 class Stopwatch:

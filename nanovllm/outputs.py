@@ -18,6 +18,16 @@ class Logprob:
     decoded_token: str | None = None  # None: the request asked for no text
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a given continuation is after its context."""
+
+    logprob: float  # of the whole continuation, the sum of `token_logprobs`
+    is_greedy: bool  # each of its tokens is the likeliest one
+    token_ids: list[int]  # the continuation's
+    token_logprobs: list[float]
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class CompletionOutput:
     """One of the n answers to a request."""

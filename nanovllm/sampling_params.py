@@ -31,8 +31,9 @@ class SamplingParams:
     """How one request is sampled, checked at construction and never changed; see `clone`.
 
     Names, defaults and meaning are vLLM's, but for max_tokens, 64. Logits are changed in vLLM's
-    order: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p,
-    top_k, top_p. The fields below are the stored forms; `__init__` has what may be passed.
+    order: allowed_token_ids, bad_words, min_tokens, logit_bias, logits_processors, penalties,
+    temperature, min_p, top_k, top_p. The fields below are the stored forms; `__init__` has what
+    may be passed.
     """
 
     n: int  # answers per prompt

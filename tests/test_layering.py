@@ -20,6 +20,8 @@ LAYERS = [
     {"layers"},
     {"models"},
     {"engine"},
+    {"generation_defaults", "chat", "run_requests"},
+    {"lazy", "scoring"},
     {"llm"},
     {"__init__"},
     {"data_parallel"},

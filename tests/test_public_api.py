@@ -15,7 +15,7 @@ from nanovllm import LLM, SamplingParams
 
 
 def test_the_package_exports_its_public_names():
-    assert sorted(nanovllm.__all__) == [
+    assert nanovllm.__all__ == [
         "LLM",
         "CompletionOutput",
         "Logprob",
@@ -55,7 +55,11 @@ def test_the_methods_of_llm():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"max_num_seq": 8}, TypeError, r"LLM has no option 'max_num_seq'\. Did you mean 'max_num_s"),
+        (
+            {"max_num_seq": 8},
+            TypeError,
+            r"LLM has no option 'max_num_seq'\. Did you mean 'max_num_s",
+        ),
         ({"max_model_length": 99}, TypeError, "Did you mean 'max_model_len'"),
         ({"block_size": 16}, TypeError, "Did you mean 'kvcache_block_size'"),
         ({"nonsense": 1}, TypeError, "Options: tokenizer, max_num_batched_tokens"),
@@ -187,12 +191,12 @@ def test_an_abort_returns_what_there_is(tiny_llm):
 
 
 def test_the_progress_counts_prompts_once_each_whatever_n(tiny_llm, capsys):
-    class Bar:
-        made = []
+    made = []
 
+    class Bar:
         def __init__(self, **options):
             self.total, self.count, self.closed = options["total"], 0, False
-            Bar.made.append(self)
+            made.append(self)
 
         def update(self, count):
             self.count += count
@@ -206,10 +210,10 @@ def test_the_progress_counts_prompts_once_each_whatever_n(tiny_llm, capsys):
     llm = tiny_llm()
     params = SamplingParams(n=3, max_tokens=3, seed=1)
     llm.generate([[5], [6]], params, use_tqdm=Bar)
-    assert [(bar.total, bar.count, bar.closed) for bar in Bar.made] == [(2, 2, True)]
+    assert [(bar.total, bar.count, bar.closed) for bar in made] == [(2, 2, True)]
     with pytest.raises(ValueError, match="empty"):
         llm.generate([[]], params, use_tqdm=Bar)
-    assert all(bar.closed for bar in Bar.made)
+    assert all(bar.closed for bar in made)
     capsys.readouterr()
     llm.generate([[5], [6]], params, use_tqdm=False)
     assert capsys.readouterr() == ("", "")

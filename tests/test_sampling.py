@@ -63,7 +63,7 @@ def exact_distribution(logits: list[float], temperature: float = 1.0, **filters:
 
 
 def assert_drawn_from(probabilities: list[float], tokens: torch.Tensor) -> None:
-    """Chi-square at a level of about 1e-5: a right sampler fails once in a hundred thousand runs."""
+    """Chi-square at a level of about 1e-5; draws are the same in every run."""
     counts = torch.bincount(tokens.cpu(), minlength=len(probabilities)).tolist()
     num = sum(counts)
     assert not any(c for c, p in zip(counts, probabilities, strict=True) if p == 0), "kept out"
@@ -242,7 +242,7 @@ def test_bad_words_and_min_tokens_bar_their_tokens_only_when_due(
     decode, encode = llm.get_tokenizer().decode, llm.get_tokenizer().encode
     params, words, stops = [], [], []
     for answer in free:
-        # Words that the free answer has, of one and of more tokens, where they survive a round trip.
+        # Words that the free answer has, of one and more tokens, where they survive a round trip.
         texts = [decode(answer[i : i + n]) for n in (1, 2, 3) for i in (1, 6)]
         texts = [t for t in texts if t.strip() and "\ufffd" not in t]
         runs = [encode(s, add_special_tokens=False) for t in texts for s in (t, " " + t.lstrip())]
@@ -369,7 +369,8 @@ def test_logprobs_equal_transformers(tiny_llm, tiny_oracle, optimistic, options)
             else:
                 num_top = 517 if one.logprobs == -1 else one.logprobs
                 check_logprobs(completion.logprobs, answer, expected[len(prompt) - 1 : -1], num_top)
-                total = sum(found[t].logprob for found, t in zip(completion.logprobs, answer, strict=True))
+                pairs = zip(completion.logprobs, answer, strict=True)
+                total = sum(found[token].logprob for found, token in pairs)
                 assert abs(completion.cumulative_logprob - total) < 1e-4
             if one.prompt_logprobs is None:
                 assert output.prompt_logprobs is None

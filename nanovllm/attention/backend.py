@@ -85,6 +85,13 @@ def get_backend(
                 "Pass attention_backend='auto', or 'sdpa', which takes everything."
             )
         backend = _load(name)
+        if name == "flash_attn" and not flash_attn_fits(dtype, head_dim):
+            logger.warning(
+                "flash-attn has no kernels for head_dim %d, %s; attention_backend='flash_attn' "
+                "prefills with the Triton kernel",
+                head_dim,
+                dtype,
+            )
     logger.info(
         "Attention backend: %s (%s, %s, head_dim %d, block_size %d)",
         backend.name,
@@ -97,17 +104,13 @@ def get_backend(
 def _fastest(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> type[AttentionBackend]:
-    # The interpreter lets `triton` run on a CPU, but only for who asks for it by name.
-    candidates = [name for name in _BACKENDS if name != "sdpa"] if device.type == "cuda" else []
-    for name in candidates:
-        # By name, flash_attn hands what its wheel lacks to the Triton kernels; here it is skipped.
-        is_unfit = name == "flash_attn" and not flash_attn_fits(dtype, head_dim)
-        if is_unfit or _obstacle(name, device, dtype, head_dim, block_size) is not None:
-            continue
+    # Not flash_attn: its prefill was slower than ours. The interpreter lets `triton` run on a CPU,
+    # but only for who asks for it by name.
+    if device.type == "cuda" and not _obstacle("triton", device, dtype, head_dim, block_size):
         try:
-            return _load(name)
+            return _load("triton")
         except ImportError as error:
-            logger.info("Attention backend %s is not available: %s", name, error.__cause__)
+            logger.info("Attention backend triton is not available: %s", error.__cause__)
     return _load("sdpa")
 
 

@@ -50,16 +50,19 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, token_ids: list[int]) -> list[int]:
+    def find_prefix(self, token_ids: list[int], max_num_tokens: int | None = None) -> list[int]:
         """Blocks that already hold the beginning of `token_ids`, in order; takes no references.
 
-        Never covers the last token: its forward pass gives the logits to sample from.
+        They cover `max_num_tokens` at most, all but the last where that is not given: its forward
+        pass gives the logits to sample from.
         """
         hits: list[int] = []
         if not self._is_caching:
             return hits
+        if max_num_tokens is None:
+            max_num_tokens = len(token_ids) - 1
         parent_id = parent_hash = 0
-        for tokens in self._blocks_of_bytes(token_ids, 0, (len(token_ids) - 1) // self.block_size):
+        for tokens in self._blocks_of_bytes(token_ids, 0, max_num_tokens // self.block_size):
             prefix_hash = _prefix_hash(parent_hash, tokens)
             block_id = self._index.get(prefix_hash)
             if block_id is None:

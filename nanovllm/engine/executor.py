@@ -35,6 +35,9 @@ class Executor(Protocol):
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of every rank's ModelRunner, with no step in flight; rank 0's result."""
 
+    def call_rank_0(self, name: str, *args: Any) -> Any:
+        """Call a method of this process's ModelRunner only, which may raise and no worker dies."""
+
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
 
@@ -53,6 +56,8 @@ class LocalExecutor:
 
     def call(self, name: str, *args: Any) -> Any:
         return getattr(self._live_runner(), name)(*args)
+
+    call_rank_0 = call
 
     def close(self) -> None:
         if self._runner is not None:
@@ -109,6 +114,9 @@ class TensorParallelExecutor:
         result = self._group.on_rank_0(lambda: getattr(runner, name)(*args))
         self._group.collect()
         return result
+
+    def call_rank_0(self, name: str, *args: Any) -> Any:
+        return getattr(self._live_runner(), name)(*args)
 
     def close(self) -> None:
         self._group.close()

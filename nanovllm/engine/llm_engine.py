@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from nanovllm.engine.executor import StepFuture, make_executor
 from nanovllm.engine.output_processor import OutputProcessor, Request
 from nanovllm.engine.request_builder import Limits, RequestBuilder
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import SamplingFeature, SchedulerOutput
+from nanovllm.engine.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
@@ -37,6 +39,7 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.metrics = Metrics()
+        self.on_step: Callable[[Metrics, tuple[int, int, float]], None] | None = None
         directory = find_model(config.model)
         model_config = load_model_config(directory)
         tokenizer = load_tokenizer(
@@ -82,12 +85,14 @@ class LLMEngine:
             vocab_size=model_config.vocab_size,
             enable_request_reordering=config.enable_request_reordering,
         )
-        self.builder = RequestBuilder(tokenizer, limits, eos_ids, config.seed)
+        self.builder = RequestBuilder(
+            tokenizer, limits, eos_ids, config.seed, is_taken=self._is_taken
+        )
         self.processor = OutputProcessor(tokenizer)
         self._in_flight: deque[_Launched] = deque()
         self._unclaimed: list[RequestOutput] = []
         self.is_closed = False
-        self._is_asleep = False
+        self._sleep_level = 0  # 0: awake
 
     @property
     def tokenizer(self) -> Any | None:
@@ -114,8 +119,7 @@ class LLMEngine:
     def add(self, requests: list[Request]) -> None:
         """Queue checked requests."""
         self._check_open()
-        if self._is_asleep:
-            raise RuntimeError("The engine sleeps. Call wake_up first.")
+        self._check_awake()
         for request in requests:
             if request.request_id in self.processor.requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use. Choose another.")
@@ -124,19 +128,25 @@ class LLMEngine:
             self.scheduler.add(request.seqs)
         self.metrics.num_requests += len(requests)
 
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self.processor.requests or any(
+            output.request_id == request_id for output in self._unclaimed
+        )
+
     def has_unfinished(self) -> bool:
         return bool(self._unclaimed or self.processor.requests)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, bring one in, and return requests that finished (or streamed)."""
         self._check_open()
-        outputs, self._unclaimed = self._unclaimed, []
         try:
-            outputs += self._step()
+            self._step()
         except BaseException:
-            self._unclaimed = outputs
             self._recover()
             raise
+        if self.on_step is not None:
+            self.on_step(self.metrics, self.load())
+        outputs, self._unclaimed = self._unclaimed, []
         return outputs
 
     def keep_for_later(self, outputs: list[RequestOutput]) -> None:
@@ -145,7 +155,9 @@ class LLMEngine:
 
     def abort(self, request_ids: list[str]) -> list[RequestOutput]:
         """End requests where they stand and free what they hold; unknown ids are ignored."""
-        outputs = []
+        ids = set(request_ids)
+        outputs = [output for output in self._unclaimed if output.request_id in ids]
+        self._unclaimed = [output for output in self._unclaimed if output.request_id not in ids]
         for request_id in request_ids:
             request = self.processor.requests.get(request_id)
             if request is None:
@@ -156,6 +168,19 @@ class LLMEngine:
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def give_up_waiting(self, max_num_requests: int | None = None) -> list[str]:
+        """Abort requests of which nothing has run yet, last come first; return their ids."""
+        untouched = [
+            request_id
+            for request_id, request in reversed(self.processor.requests.items())
+            if all(
+                seq.status is SequenceStatus.WAITING and seq.num_preemptions == 0
+                for seq in request.seqs
+            )
+        ][:max_num_requests]
+        self.abort(untouched)
+        return untouched
 
     def load(self) -> tuple[int, int, float]:
         """Sequences running and waiting, and the share of KV blocks in use."""
@@ -169,9 +194,14 @@ class LLMEngine:
         self.scheduler.blocks.reset_prefix_index()
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Replace weights in place on every rank."""
+        """Replace weights in place on every rank; all are checked before any is changed."""
         self._check_idle("load_weights")
-        self._executor.call("load_weights", list(weights))
+        self._check_awake()
+        checked = weight_list(weights)
+        self._executor.call_rank_0("check_weights", checked)
+        is_alone = self.config.tensor_parallel_size == 1
+        for part in [checked] if is_alone else weight_parts(checked):
+            self._executor.call("load_weights", part)
         self.scheduler.blocks.reset_prefix_index()
 
     def sleep(self, level: int) -> None:
@@ -179,17 +209,17 @@ class LLMEngine:
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (KV cache) or 2 (weights too), got {level!r}.")
         self._check_idle("sleep")
-        if not self._is_asleep:
+        if level > self._sleep_level:
             self._executor.call("sleep", level)
             self.scheduler.blocks.reset_prefix_index()
-            self._is_asleep = True
+            self._sleep_level = level
 
     def wake_up(self) -> None:
         """Undo `sleep`; awake already, nothing happens."""
         self._check_open()
-        if self._is_asleep:
+        if self._sleep_level:
             self._executor.call("wake_up")
-            self._is_asleep = False
+            self._sleep_level = 0
 
     def close(self) -> None:
         """Free the device's memory and end the workers. A second call does nothing."""
@@ -200,7 +230,7 @@ class LLMEngine:
 
     # ---- one step
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         watch = Stopwatch()
         output = self.scheduler.schedule()
         self.metrics.schedule_s += watch.lap()
@@ -208,10 +238,9 @@ class LLMEngine:
             self._in_flight.append(self.launched(output))
             self.metrics.launch_s += watch.lap()
         num_kept = 1 if output is not None and self._may_run_ahead(output) else 0
-        finished: list[RequestOutput] = []
         while len(self._in_flight) > num_kept:
-            finished += self._bring_in(self._in_flight.popleft())
-        return finished
+            # At once into the engine's keeping: the next one may fail.
+            self._unclaimed += self._bring_in(self._in_flight.popleft())
 
     def launched(self, output: SchedulerOutput) -> _Launched:
         """Launch a step and count it."""
@@ -244,6 +273,7 @@ class LLMEngine:
         """After a fault in a step: nothing is in flight, and all that ran waits to run again."""
         self._in_flight.clear()
         self.scheduler.recover()
+        self._unclaimed += self.processor.take_finished()
 
     def _check_idle(self, name: str) -> None:
         self._check_open()
@@ -254,6 +284,10 @@ class LLMEngine:
             )
         while self._in_flight:  # a last step may still be running for rows that ended
             self._bring_in(self._in_flight.popleft())
+
+    def _check_awake(self) -> None:
+        if self._sleep_level:
+            raise RuntimeError("The engine sleeps. Call wake_up first.")
 
     def _check_open(self) -> None:
         if self.is_closed:

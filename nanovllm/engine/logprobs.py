@@ -12,15 +12,17 @@ from nanovllm.sampling_params import SamplingParams
 class SequenceLogprobs:
     """Owns the logprobs of one generation, and of its prompt if asked for."""
 
-    def __init__(self, tokenizer: Any | None, params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any | None, params: SamplingParams, prompt_logprobs_from: int = 1
+    ) -> None:
+        self._tokenizer = tokenizer if params.detokenize else None
         self._num_wanted = params.logprobs
         self._num_prompt_wanted = params.prompt_logprobs
         self.cumulative = 0.0
         self.positions: list[dict[int, Logprob]] = []
-        # The first prompt token has nothing before it.
+        # The first prompt token has nothing before it; of others nobody may have asked.
         self.prompt_positions: list[dict[int, Logprob] | None] | None = (
-            None if params.prompt_logprobs is None else [None]
+            None if params.prompt_logprobs is None else [None] * prompt_logprobs_from
         )
 
     def push(self, columns: LogprobColumns, place: int) -> None:

@@ -75,17 +75,9 @@ def prefill_columns(
         cu_seqlens_k=np.concatenate([zero, np.cumsum(seq_lens)]).astype(np.int32),
         sampled_rows=work.rows[is_sampled],
         sampled_tokens=(ends - 1)[is_sampled].astype(np.int32),
-        prompt_places=_leading_places(starts, work.num_prompt_logprobs),
+        prompt_places=work.prompt_places,
         prompt_targets=work.prompt_targets,
     )
-
-
-def _leading_places(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The first `counts` places from each of `starts`, one after another."""
-    ends = np.cumsum(counts)
-    shifts = np.repeat(starts - (ends - counts), counts)
-    places: np.ndarray = (np.arange(len(shifts)) + shifts).astype(np.int32)
-    return places
 
 
 class RowMirror:

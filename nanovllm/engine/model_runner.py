@@ -24,10 +24,9 @@ from nanovllm.engine.kv_cache import (
     num_blocks_on_cuda,
 )
 from nanovllm.engine.model_inputs import PrefillColumns, RowMirror, Uploader, prefill_columns
-from nanovllm.engine.redraw import MAX_COPIES, SLICE_BYTES, prompt_logprobs, redraw, slice_rows
-from nanovllm.engine.sampling_state import RedrawPlan, SamplingState
+from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.step import Column, SchedulerOutput, row_width
-from nanovllm.engine.step_handle import OutputBuffers, StepHandle, StepLogprobs
+from nanovllm.engine.step_handle import OutputBuffers, StepHandle
 from nanovllm.kernels.decode_inputs import decode_inputs
 from nanovllm.layers.logprobs import TokenLogprobs
 from nanovllm.layers.sampler import SamplingInputs, draw
@@ -120,12 +119,13 @@ class ModelRunner:
         self._uploader = Uploader(device)
         self._output_buffers = OutputBuffers(num_rows, device)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        vocab_size = self._model_config.vocab_size
-        self._max_slice_rows = slice_rows(vocab_size)
-        self._sampling = SamplingState(
-            num_rows, vocab_size, device, max_slice_rows=self._max_slice_rows
+        self._redrawer = Redrawer(
+            self._model,
+            num_rows,
+            self._model_config.vocab_size,
+            device,
+            logprobs_mode=self._config.logprobs_mode,
         )
-        self._is_processed = self._config.logprobs_mode == "processed_logprobs"
         self._every_row = np.arange(num_rows, dtype=np.int32)
         self._logits = torch.empty(
             (num_rows, self._model.lm_head.weight.shape[0]),
@@ -154,6 +154,10 @@ class ModelRunner:
 
     # ---- memory lent, weights replaced
 
+    def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Raise if `load_weights` would; nothing is changed."""
+        self._model.check_weights(weights)
+
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Replace some or all weights in place; graphs stay valid."""
         self._model.load_weights(weights, partial=True)
@@ -161,6 +165,7 @@ class ModelRunner:
     def sleep(self, level: int) -> None:
         """Free the KV cache and the graphs that know its address; at level 2 the weights too."""
         self._graphs = None
+        self._redrawer.forget()
         self._kv_cache = self._kv_shape.allocate(0, self._device)
         if level == 2:
             for parameter in self._model.parameters():
@@ -191,11 +196,10 @@ class ModelRunner:
             return num_blocks_on_cpu(self._config.cpu_kvcache_space_gib, self._kv_shape, num_useful)
         weights = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        # Token counts are made when a row asks for penalties, but there must be room for them.
-        counts = torch.empty(self._sampling.counts_bytes, dtype=torch.uint8, device=self._device)
+        # Some of it is taken only when a row asks for penalties, but there must be room.
+        reserved = self._redrawer.reserve()
         self._run_largest_step()
-        workspace = torch.empty(MAX_COPIES * SLICE_BYTES, dtype=torch.uint8, device=self._device)
-        del counts, workspace
+        del reserved
         torch.cuda.synchronize(self._device)
         activations = torch.cuda.max_memory_allocated(self._device) - weights
         torch.cuda.empty_cache()
@@ -239,7 +243,6 @@ class ModelRunner:
             self._capture(num_rows)
         cells = output.cells
         if num_rows and num_rows != self._host_num_active:
-            self._host_num_active = num_rows
             active = np.array([[self._active_cell, num_rows]], dtype=np.int32)
             cells = np.concatenate([cells, active])
         self._mirror.apply(output.moves, output.cells)
@@ -251,13 +254,12 @@ class ModelRunner:
         tensors = self._uploader.upload(arrays) if any(a.size for a in arrays) else []
         if tensors:
             self._apply_changes(tensors[0], tensors[1])
+        if num_rows:
+            # Not before: after a fault the host would believe what no device was told.
+            self._host_num_active = num_rows
         sampled_rows = self._every_row[:num_rows] if columns is None else columns.sampled_rows
-        plan = self._sampling.begin_step(
-            output,
-            sampled_rows,
-            self._mirror.features(sampled_rows),
-            is_processed=self._is_processed,
-        )
+        features = self._mirror.features(sampled_rows)
+        plan = self._redrawer.begin_step(output, sampled_rows, features)
         of_prompts: list[TokenLogprobs] = []
         if columns is not None:
             assert output.prefill is not None
@@ -271,27 +273,9 @@ class ModelRunner:
             )
         else:
             token_ids = self._decode(num_rows)
-        if plan is None:
-            return self._output_buffers.send(token_ids, StepLogprobs(prompt=of_prompts))
-        logprobs = self._redraw(plan, output, token_ids)
-        places = [part.places for part in plan.logprob_slices]
-        return self._output_buffers.send(token_ids, StepLogprobs(logprobs, places, of_prompts))
-
-    def _redraw(
-        self, plan: RedrawPlan, output: SchedulerOutput, token_ids: torch.Tensor
-    ) -> list[TokenLogprobs]:
-        """Draw again, from the step's logits, for rows that ask for more than temperature."""
-        return redraw(
-            plan,
-            self._sampling,
-            self._model,
-            self._logits[: len(token_ids)],
-            self._rows,
-            token_ids,
-            max_logprobs=output.max_logprobs,
-            is_processed=self._is_processed,
-            processor_calls=output.processor_calls,
-        )
+        logits = self._logits[: len(token_ids)]
+        logprobs = self._redrawer.redraw(plan, output, logits, self._rows, token_ids)
+        return self._output_buffers.send(token_ids, replace(logprobs, prompt=of_prompts))
 
     def _capture(self, num_rows: int) -> None:
         assert self._graphs is not None
@@ -343,13 +327,8 @@ class ModelRunner:
         )
         ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
         hidden = self._model(on_device.token_ids, on_device.positions, ctx)
-        of_prompts = prompt_logprobs(
-            self._model,
-            hidden,
-            on_device.prompt_places,
-            on_device.prompt_targets,
-            num_top,
-            self._max_slice_rows,
+        of_prompts = self._redrawer.prompt_logprobs(
+            hidden, on_device.prompt_places, on_device.prompt_targets, num_top
         )
         num_sampled = len(columns.sampled_rows)
         token_ids = self._token_ids[:num_sampled]
@@ -410,4 +389,5 @@ class ModelRunner:
         """Give the device's memory back. The runner cannot be used afterwards."""
         self._graphs = None
         del self._model, self._backend, self._kv_cache, self._logits, self._rows, self._num_active
+        del self._redrawer
         self._give_back_memory()

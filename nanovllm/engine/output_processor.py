@@ -12,10 +12,9 @@ from nanovllm.engine.logprobs import SequenceLogprobs
 from nanovllm.engine.scheduler import SequenceUpdates
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepOutput
+from nanovllm.engine.text import IncrementalText, decode_options, find_stop, special_tokens
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-
-_REPLACEMENT = "\ufffd"
 
 
 @dataclass(slots=True)
@@ -33,60 +32,12 @@ class Request:
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
 
 
-class IncrementalText:
-    """The text of a growing list of token ids, decoded in small windows.
-
-    A character whose bytes are not all there yet is held back, so no piece ends in half a character.
-    """
-
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._options = decode_options(params)
-        self._ids: list[int] = []
-        self._start = 0  # decoded again each time, since decoding depends on what stands before
-        self._end = 0  # tokens before it are in `text`
-        self.text = ""
-
-    def push(self, token_id: int) -> None:
-        self._ids.append(token_id)
-        old = self._decode(self._start, self._end)
-        new = self._decode(self._start, len(self._ids))
-        if len(new) > len(old) and not new.endswith(_REPLACEMENT):
-            self.text += new[len(old) :]
-            self._start, self._end = self._end, len(self._ids)
-
-    def _decode(self, start: int, end: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:end], **self._options))
-
-
-def decode_options(params: SamplingParams) -> dict[str, bool]:
-    return {
-        "skip_special_tokens": params.skip_special_tokens,
-        "spaces_between_special_tokens": params.spaces_between_special_tokens,
-    }
-
-
-def find_stop(text: str, stops: tuple[str, ...], searched: int) -> tuple[int, str] | None:
-    """The stop string that begins first in `text`, and where; the longest of those that tie.
-
-    searched: leading characters in which no stop string ends
-    """
-    hits = []
-    for stop in stops:
-        start = text.find(stop, max(0, searched - len(stop) + 1))
-        if start >= 0:
-            hits.append((start, -len(stop), stop))
-    if not hits:
-        return None
-    start, _, stop = min(hits)
-    return start, stop
-
-
 class OutputProcessor:
     """Owns the texts so far, and the requests that are not finished."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        self._hidden_tokens = special_tokens(tokenizer)
         self.requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
@@ -94,10 +45,14 @@ class OutputProcessor:
         needs_text = request.params.stop or request.is_streamed
         if needs_text and self._tokenizer is not None:
             for sample in range(len(request.seqs)):
-                request.texts[sample] = IncrementalText(self._tokenizer, request.params)
+                request.texts[sample] = IncrementalText(
+                    self._tokenizer, request.params, self._hidden_tokens
+                )
         if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
-            for sample in range(len(request.seqs)):
-                request.logprobs[sample] = SequenceLogprobs(self._tokenizer, request.params)
+            for seq in request.seqs:
+                request.logprobs[seq.sample_index] = SequenceLogprobs(
+                    self._tokenizer, request.params, seq.prompt_logprobs_from
+                )
 
     def discard(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
@@ -129,11 +84,11 @@ class OutputProcessor:
             text = request.texts.get(sample)
             if text is None:
                 continue
-            searched = len(text.text)
+            searched = len(text.searchable)
             text.push(seq.token_ids[-1])
             hit = None
             if seq.num_output_tokens > request.params.min_tokens:
-                hit = find_stop(text.text, request.params.stop, searched)
+                hit = find_stop(text.searchable, request.params.stop, searched)
             if hit is not None:
                 self._complete(request, seq, stop=hit)
                 stopped.append((seq, hit[1]))
@@ -146,6 +101,16 @@ class OutputProcessor:
                 if seq.sample_index not in request.completions:
                     self._complete(request, seq)
         return self._outputs(touched), stopped
+
+    def take_finished(self) -> list[RequestOutput]:
+        """Outputs of requests that ended in a step that failed before `process` heard of them."""
+        touched: dict[str, Request] = {}
+        for request_id, request in self.requests.items():
+            for seq in request.seqs:
+                if seq.is_finished and seq.sample_index not in request.completions:
+                    self._complete(request, seq)
+                    touched[request_id] = request
+        return self._outputs(touched)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request as it stands: its text so far, finish_reason "abort"."""
@@ -166,8 +131,9 @@ class OutputProcessor:
         reason, stop_reason = seq.finish_reason, seq.stop_reason
         if stop is not None:
             start, stop_reason = stop
-            end = start + len(stop_reason) if params.include_stop_str_in_output else start
-            reason, text = "stop", request.texts[seq.sample_index].text[:end]
+            reason, text = "stop", request.texts[seq.sample_index].text_before(start)
+            if params.include_stop_str_in_output:
+                text += stop_reason
         else:
             text = self._final_text(token_ids, seq, params)
         logprobs = request.logprobs.get(seq.sample_index)
@@ -221,10 +187,10 @@ class OutputProcessor:
 
     def _partial(self, request: Request, seq: Sequence) -> CompletionOutput:
         # Text that may turn out to be the beginning of a stop string is not shown yet.
-        text = request.texts[seq.sample_index].text
+        text = request.texts[seq.sample_index]
         longest = max((len(stop) for stop in request.params.stop), default=1)
         return CompletionOutput(
             index=seq.sample_index,
-            text=text[: max(0, len(text) - (longest - 1))],
+            text=text.text_before(max(0, len(text.searchable) - (longest - 1))),
             token_ids=seq.token_ids[seq.num_prompt_tokens :],
         )

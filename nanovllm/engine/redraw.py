@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from nanovllm.engine.sampling_state import RedrawPlan, RowSlice, SamplingState
-from nanovllm.engine.step import Column, ProcessorCall, SamplingFeature
+from nanovllm.engine.step import Column, ProcessorCall, SamplingFeature, SchedulerOutput
+from nanovllm.engine.step_handle import StepLogprobs
 from nanovllm.kernels.keep_top import keep_top
 from nanovllm.kernels.penalties import apply_penalties
 from nanovllm.kernels.sample import sample
@@ -42,74 +44,107 @@ def slice_rows(vocab_size: int) -> int:
     return max(1, SLICE_BYTES // (4 * vocab_size))
 
 
-def redraw(
-    plan: RedrawPlan,
-    state: SamplingState,
-    model: LogitsModel,
-    local_logits: torch.Tensor,  # [num_sampled, shard_size], this rank's columns
-    rows: torch.Tensor,  # [max_num_seqs + 1, width] int32, LAST_TOKEN written in place
-    token_ids: torch.Tensor,  # [num_sampled] int32, written in place
-    *,
-    max_logprobs: int,
-    is_processed: bool,
-    processor_calls: tuple[ProcessorCall, ...] = (),
-) -> list[TokenLogprobs]:
-    """Draw for the plan's slices; return the logprobs of its logprob slices, on their way home.
+class Redrawer:
+    """Owns what sampling remembers of rows; draws again behind a step, the same on all ranks."""
 
-    Rows that are not in the plan keep their tokens. All ranks compute the same.
-    """
-    calls = {call.place: call for call in processor_calls}
-    parts = []
-    for part in plan.slices:
-        header = rows[part.rows, : int(Column.BLOCK_TABLE)]
-        floats = header.view(torch.float32)
-        raw = model.gather_logits(local_logits[part.index])
-        # A copy always: the raw logits are still needed for logprobs, and in the next prefill.
-        logits = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        _apply_rules(logits, part, header, state, calls)
-        temperatures = floats[:, Column.TEMPERATURE]
-        if part.features & (SamplingFeature.TOP_K_P | SamplingFeature.MIN_P):
-            keep_top(
-                logits,
-                temperatures,
-                floats[:, Column.MIN_P],
-                header[:, Column.TOP_K],
-                floats[:, Column.TOP_P],
-            )
-        # The logits are not divided yet: `sample` does that as it does in the captured step, so a
-        # row draws the same token here and there if no filter changes its logits.
-        positions = header[:, Column.SEQ_LEN] - 1
-        key_lo, key_hi = header[:, Column.KEY_LO], header[:, Column.KEY_HI]
-        _, drawn = sample(logits, temperatures, key_lo, key_hi, positions)
-        token_ids[part.index] = drawn
-        rows[part.rows, int(Column.LAST_TOKEN)] = drawn
-        state.count(part.rows, drawn, part.features)
-        if is_processed and part.features & SamplingFeature.LOGPROBS:
-            scaled = apply_temperature(logits, temperatures)
-            parts.append(token_logprobs(scaled, drawn, max_logprobs).to_host())
-    if not is_processed:
-        for part in plan.logprob_slices:
+    def __init__(
+        self,
+        model: LogitsModel,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._max_rows = slice_rows(vocab_size)
+        self._is_processed = logprobs_mode == "processed_logprobs"
+        self._state = SamplingState(max_num_seqs, vocab_size, device, max_slice_rows=self._max_rows)
+
+    def reserve(self) -> list[torch.Tensor]:
+        """Take the most device memory that this object will, for a measurement; drop it after."""
+        sizes = (self._state.counts_bytes, MAX_COPIES * SLICE_BYTES)
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+
+    def begin_step(
+        self, output: SchedulerOutput, sampled_rows: np.ndarray, features: np.ndarray
+    ) -> RedrawPlan | None:
+        """Follow a record's moves and rules; None if nothing is left to do behind the step.
+
+        sampled_rows: [num_sampled] int32; features: [num_sampled] SamplingFeature bits of each
+        """
+        return self._state.begin_step(
+            output, sampled_rows, features, is_processed=self._is_processed
+        )
+
+    def redraw(
+        self,
+        plan: RedrawPlan | None,
+        output: SchedulerOutput,
+        local_logits: torch.Tensor,  # [num_sampled, shard_size], this rank's columns
+        rows: torch.Tensor,  # [max_num_seqs + 1, width] int32, LAST_TOKEN written in place
+        token_ids: torch.Tensor,  # [num_sampled] int32, written in place
+    ) -> StepLogprobs:
+        """Draw for the plan's rows, others keep their tokens; return logprobs on their way home."""
+        if plan is None:
+            return StepLogprobs()
+        calls = {call.place: call for call in output.processor_calls}
+        model, state = self._model, self._state
+        sampled = []
+        for part in plan.slices:
+            header = rows[part.rows, : int(Column.BLOCK_TABLE)]
+            floats = header.view(torch.float32)
             raw = model.gather_logits(local_logits[part.index])
-            parts.append(token_logprobs(raw, token_ids[part.index], max_logprobs).to_host())
-    return parts
+            # Always a copy: logprobs want the raw logits.
+            logits = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            _apply_rules(logits, part, header, state, calls)
+            temperatures = floats[:, Column.TEMPERATURE]
+            if part.features & (SamplingFeature.TOP_K_P | SamplingFeature.MIN_P):
+                keep_top(
+                    logits,
+                    temperatures,
+                    floats[:, Column.MIN_P],
+                    header[:, Column.TOP_K],
+                    floats[:, Column.TOP_P],
+                )
+            # The logits are not divided yet: `sample` does that as it does in the captured step,
+            # so a row draws the same token here and there if no filter changes its logits.
+            positions = header[:, Column.SEQ_LEN] - 1
+            keys = header[:, Column.KEY_LO], header[:, Column.KEY_HI]
+            _, drawn = sample(logits, temperatures, *keys, positions)
+            token_ids[part.index] = drawn
+            rows[part.rows, int(Column.LAST_TOKEN)] = drawn
+            state.count(part.rows, drawn, part.features)
+            if self._is_processed and part.features & SamplingFeature.LOGPROBS:
+                scaled = apply_temperature(logits, temperatures)
+                sampled.append(token_logprobs(scaled, drawn, output.max_logprobs).to_host())
+        if not self._is_processed:
+            for part in plan.logprob_slices:
+                raw = model.gather_logits(local_logits[part.index])
+                chosen = token_ids[part.index]
+                sampled.append(token_logprobs(raw, chosen, output.max_logprobs).to_host())
+        return StepLogprobs(sampled, [part.places for part in plan.logprob_slices])
 
+    def prompt_logprobs(
+        self,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size]
+        places: torch.Tensor,  # [num_positions] int32, of the tokens before the targets
+        targets: torch.Tensor,  # [num_positions] int32
+        num_top: int,
+    ) -> list[TokenLogprobs]:
+        """Look at given next tokens, slice after slice: the logits are never all there."""
+        parts = []
+        for start in range(0, len(places), self._max_rows):
+            end = start + self._max_rows
+            local = self._model.compute_logits(hidden[places[start:end].long()])
+            logits = self._model.gather_logits(local)
+            parts.append(token_logprobs(logits, targets[start:end], num_top).to_host())
+        return parts
 
-def prompt_logprobs(
-    model: LogitsModel,
-    hidden: torch.Tensor,  # [num_tokens, hidden_size]
-    places: torch.Tensor,  # [num_positions] int32, of the tokens before the targets
-    targets: torch.Tensor,  # [num_positions] int32
-    num_top: int,
-    max_rows: int,
-) -> list[TokenLogprobs]:
-    """Look at given next tokens, slice after slice: the logits are never all there."""
-    parts = []
-    for start in range(0, len(places), max_rows):
-        end = start + max_rows
-        local = model.compute_logits(hidden[places[start:end].long()])
-        logits = model.gather_logits(local)
-        parts.append(token_logprobs(logits, targets[start:end], num_top).to_host())
-    return parts
+    def forget(self) -> None:
+        """Free the device memory of rows; those that join later bring what they need."""
+        self._state.forget()
 
 
 def _apply_rules(

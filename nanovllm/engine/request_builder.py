@@ -42,12 +42,19 @@ class RequestBuilder:
     """Owns the numbering of requests, from which ids and unset seeds derive."""
 
     def __init__(
-        self, tokenizer: Any | None, limits: Limits, stop_token_ids: list[int], seed: int
+        self,
+        tokenizer: Any | None,
+        limits: Limits,
+        stop_token_ids: list[int],
+        seed: int,
+        *,
+        is_taken: Callable[[str], bool],
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._stop_token_ids = stop_token_ids
         self._seed = seed
+        self._is_taken = is_taken  # by a pending request, to which the user gave that id
         self._numbers = count()
         self._seq_ids = count()
 
@@ -85,6 +92,9 @@ class RequestBuilder:
         token_lists: list[list[int]] = [[] for _ in prompts]
         reasons: list[str | None] = [None] * len(prompts)
         for place, prompt in enumerate(prompts):
+            if isinstance(prompt, BadPrompt):
+                reasons[place] = prompt.reason
+                continue
             try:
                 texts[place], token_lists[place] = _split_prompt(prompt)
             except (TypeError, ValueError) as error:
@@ -147,11 +157,10 @@ class RequestBuilder:
         return None
 
     def _request(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
-        number = next(self._numbers)
+        number = next(n for n in self._numbers if not self._is_taken(str(n)))
         seed = params.seed
         if seed is None:
-            low, high = make_key(self._seed, number)
-            seed = (high << 32) | (low & 0xFFFFFFFF)
+            seed = derived_seed(self._seed, number)
         request_id = str(number)
         limit = self._max_num_tokens(len(token_ids), params)
         barred = set(params.stop_token_ids) | set(self._stop_token_ids)
@@ -190,13 +199,19 @@ class RequestBuilder:
         return tuple(runs)
 
 
+def derived_seed(engine_seed: int, number: int) -> int:
+    """The seed of the engine's request `number` where the request names none."""
+    low, high = make_key(engine_seed, number)
+    return (high << 32) | (low & 0xFFFFFFFF)
+
+
 def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     """All of `prompts` as a list, and whether it was a single one."""
     if isinstance(prompts, str | Mapping):
         return [prompts], True
-    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu":
-        return [prompts.tolist()], True
-    if not isinstance(prompts, Iterable):
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()  # NumPy and torch; what has one dimension is one prompt
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise TypeError(
             f"prompts must be a string, a list of token ids, a dict with 'prompt' or "
             f"'prompt_token_ids', or an iterable of those, got {type(prompts).__name__}."
@@ -238,6 +253,13 @@ def _split_prompt(prompt: Any) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("is empty: it has no token to continue from. Give it some text")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"cannot be encoded: character {error.start} is one half of a surrogate pair. "
+                "Decode its source with errors='replace'"
+            ) from error
         return prompt, []
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}

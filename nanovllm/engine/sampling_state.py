@@ -155,6 +155,12 @@ class SamplingState:
             shifted = torch.cat([self._history[rows, 1:], token_ids.unsqueeze(1)], dim=1)
             self._history[rows] = shifted
 
+    def forget(self) -> None:
+        """Free all device memory. No row may be running."""
+        self._rules.clear()
+        self._counts, self._plan, self._plan_key = None, None, None
+        self._history = self._history[:, :0].clone()
+
     # ---- rows that move and join
 
     def _take_rules(self, output: SchedulerOutput) -> list[int]:

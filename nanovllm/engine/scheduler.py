@@ -15,44 +15,11 @@ import numpy as np
 
 from nanovllm.engine.admission import LengthPredictor, predicted_peak_tokens
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.row_params import num_logprobs
+from nanovllm.engine.chunks import Chunk, PromptSpan, pack, processor_calls, prompt_spans
 from nanovllm.engine.rows import RowTable
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import (
-    PrefillWork,
-    ProcessorCall,
-    SamplingFeature,
-    SchedulerOutput,
-    StepOutput,
-)
+from nanovllm.engine.step import PrefillWork, SamplingFeature, SchedulerOutput, StepOutput
 from nanovllm.engine.waiting import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Tokens `start` to `end` of a sequence, to be computed in the step being put together."""
-
-    seq: Sequence
-    start: int
-    end: int
-
-    @property
-    def num_prompt_logprobs(self) -> int:
-        """How many of its tokens, from the first on, want logprobs of the next one."""
-        seq = self.seq
-        if not seq.wants_prompt_logprobs:
-            return 0
-        return max(0, min(self.end, seq.num_prompt_tokens - 1) - self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """Where in a step's output the logprobs of some prompt tokens of a sequence are."""
-
-    seq: Sequence
-    start: int  # places in the output
-    end: int
-    first_position: int  # of the prompt token at `start`
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +104,8 @@ class Scheduler:
         changes = self.rows.take_changes()
         if chunks:
             sampled = [chunk.seq for chunk in chunks if chunk.end == len(chunk.seq.token_ids)]
-            prefill, num_decode_rows = _pack(chunks), 0
-            spans = _prompt_spans(chunks)
+            prefill, num_decode_rows = pack(chunks), 0
+            spans = prompt_spans(chunks)
             max_seq_len = max(chunk.end for chunk in chunks)
         elif self.rows.num_seqs:
             sampled = self.rows.packed_seqs()
@@ -212,9 +179,9 @@ class Scheduler:
 
     # ---- admission and prefill
 
-    def _schedule_prefill(self) -> list[_Chunk]:
+    def _schedule_prefill(self) -> list[Chunk]:
         budget = self._token_budget
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         for seq in self._prefilling:
             if budget:
                 chunks.append(self._take_chunk(seq, budget))
@@ -246,11 +213,7 @@ class Scheduler:
         num_tokens = len(seq.token_ids)
         is_open = self.rows.num_seqs < self._max_num_seqs and not seq.has_token_in_flight
         if is_open:
-            hits = (
-                []
-                if seq.wants_prompt_logprobs
-                else self.blocks.find_prefix(seq.token_ids)
-            )
+            hits = self.blocks.find_prefix(seq.token_ids, seq.num_cacheable_tokens)
             # The token that the prefill draws needs a slot next, unless it is the last one.
             num_slots = min(num_tokens + 1, seq.max_num_tokens - 1)
             num_new = self.blocks.num_blocks_for(num_slots) - len(hits)
@@ -279,7 +242,7 @@ class Scheduler:
         peak = predicted_peak_tokens(lengths, final_lengths, self.blocks.block_size)
         return peak <= self.blocks.num_blocks * self.blocks.block_size
 
-    def _take_chunk(self, seq: Sequence, budget: int) -> _Chunk:
+    def _take_chunk(self, seq: Sequence, budget: int) -> Chunk:
         start = seq.num_computed_tokens
         end = min(len(seq.token_ids), start + budget)
         seq.num_computed_tokens = end
@@ -288,7 +251,7 @@ class Scheduler:
         num_full = end // self.blocks.block_size
         self.blocks.index_blocks(seq.block_table, seq.token_ids, seq.num_indexed_blocks, num_full)
         seq.num_indexed_blocks = max(seq.num_indexed_blocks, num_full)
-        return _Chunk(seq, start, end)
+        return Chunk(seq, start, end)
 
     # ---- decode
 
@@ -341,7 +304,7 @@ class Scheduler:
             _StepInFlight(self._num_steps, sampled, needs_look, ignores_eos, prompt_spans)
         )
         head = (self._num_steps, num_decode_rows, features, max_seq_len, max_logprobs)
-        calls = _processor_calls(sampled) if features & SamplingFeature.PYTHON_PROCESSORS else ()
+        calls = processor_calls(sampled) if features & SamplingFeature.PYTHON_PROCESSORS else ()
         return SchedulerOutput(*head, *changes, prefill, calls)
 
     def _end_if_done(self, seq: Sequence, is_eos: bool) -> bool:
@@ -369,42 +332,3 @@ class Scheduler:
                 seq.block_table, seq.token_ids, seq.num_indexed_blocks, num_full
             )
             seq.num_indexed_blocks = num_full
-
-
-def _pack(chunks: list[_Chunk]) -> PrefillWork:
-    token_ids = [np.array(c.seq.token_ids[c.start : c.end], dtype=np.int32) for c in chunks]
-    targets = [c.seq.token_ids[c.start + 1 : c.start + 1 + c.num_prompt_logprobs] for c in chunks]
-    asked = [num_logprobs(c.seq.params.prompt_logprobs) for c in chunks if c.num_prompt_logprobs]
-    return PrefillWork(
-        rows=np.array([c.seq.row for c in chunks], dtype=np.int32),
-        token_ids=np.concatenate(token_ids),
-        num_tokens=np.array([c.end - c.start for c in chunks], dtype=np.int32),
-        first_positions=np.array([c.start for c in chunks], dtype=np.int32),
-        is_sampled=np.array([c.end == len(c.seq.token_ids) for c in chunks], dtype=np.int32),
-        num_prompt_logprobs=np.array([c.num_prompt_logprobs for c in chunks], dtype=np.int32),
-        prompt_targets=np.array([t for ids in targets for t in ids], dtype=np.int32),
-        max_prompt_logprobs=np.array([max(asked, default=-1)], dtype=np.int32),
-    )
-
-
-def _prompt_spans(chunks: list[_Chunk]) -> list[PromptSpan]:
-    spans, start = [], 0
-    for chunk in chunks:
-        if num := chunk.num_prompt_logprobs:
-            spans.append(PromptSpan(chunk.seq, start, start + num, chunk.start + 1))
-            start += num
-    return spans
-
-
-def _processor_calls(sampled: list[Sequence]) -> tuple[ProcessorCall, ...]:
-    # The engine does not run ahead of rows with processors: all their tokens are known here.
-    return tuple(
-        ProcessorCall(
-            place,
-            seq.params.logits_processors,
-            seq.token_ids[: seq.num_prompt_tokens],
-            seq.token_ids[seq.num_prompt_tokens :],
-        )
-        for place, seq in enumerate(sampled)
-        if seq.params.logits_processors
-    )

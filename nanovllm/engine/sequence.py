@@ -32,6 +32,7 @@ class Sequence:
     is_watched: bool = False  # a stop string, stream or logprobs want every token as it comes
     barred_until_min_len: tuple[int, ...] = ()  # stop ids that `min_tokens` holds back
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs_from: int = 1  # first prompt position that `prompt_logprobs` are wanted of
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0  # KV is in the cache, or will be when the launched steps are done
     num_cached_tokens: int = 0  # prefix hits of the first admission
@@ -58,8 +59,17 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """The first of n samples computes them for all, so it may not skip its prompt."""
+        """The first of n samples computes them for all."""
         return self.params.prompt_logprobs is not None and self.sample_index == 0
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens of which K and V are enough, since nobody looks at what follows them."""
+        # The last token's forward pass gives the logits to sample from.
+        num_tokens = len(self.token_ids) - 1
+        if not self.wants_prompt_logprobs:
+            return num_tokens
+        return min(num_tokens, self.prompt_logprobs_from - 1)
 
     @property
     def has_token_in_flight(self) -> bool:

@@ -78,9 +78,10 @@ class PrefillWork:
     is_sampled: (
         np.ndarray
     )  # [num_chunks] int32, 1 where the chunk reaches its sequence's last token
-    # [num_chunks] int32, how many leading tokens of the chunk want logprobs of the next one
-    num_prompt_logprobs: np.ndarray
-    prompt_targets: np.ndarray  # [sum of num_prompt_logprobs] int32, those next tokens
+    # [num_prompt_logprobs] int32 both: places among `token_ids` of tokens of which the next one's
+    # logprobs are wanted, and that next token
+    prompt_places: np.ndarray
+    prompt_targets: np.ndarray
     max_prompt_logprobs: np.ndarray  # [1] int32, largest k asked for by a chunk
 
 

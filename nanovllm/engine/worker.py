@@ -87,6 +87,7 @@ class WorkerGroup:
         self._commands: list[Connection] = []
         self._replies: list[Connection] = []
         self._sender: ChannelSender | None = None
+        self._is_out_of_step = False
         self._finalizer = weakref.finalize(
             self, _end, self._processes, self._commands, self._directory
         )
@@ -119,6 +120,12 @@ class WorkerGroup:
 
     def send(self, kind: bytes, payload: bytes) -> None:
         assert self._sender is not None
+        if self._is_out_of_step:
+            # Its next collective would meet one of the workers' last step, and give wrong tokens.
+            raise RuntimeError(
+                "A fault in the middle of a step left the tensor-parallel ranks out of step. "
+                "Close this LLM and build a new one."
+            )
         try:
             self._sender.send(kind + payload, self.check_alive)
         except OSError:  # the reading end is gone: say why
@@ -130,14 +137,20 @@ class WorkerGroup:
         for replies in self._replies:
             while not replies.poll(0.2):
                 self.check_alive()
-            self._read_reply(replies)
+            try:
+                self._read_reply(replies)
+            except EOFError:
+                self.check_alive(patience_s=2.0)
+                raise
 
     def on_rank_0(self, work: Callable[[], _T]) -> _T:
         """Do rank 0's share of what the workers do; if it fails since one of them died, say so."""
         try:
             return work()
-        except RuntimeError:
-            self.check_alive(patience_s=2.0)
+        except BaseException as error:
+            self._is_out_of_step = True
+            if isinstance(error, RuntimeError):
+                self.check_alive(patience_s=2.0)
             raise
 
     def check_alive(self, patience_s: float = 0.0) -> None:
@@ -161,6 +174,9 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the workers, gently first. A second call does nothing."""
+        if self._is_out_of_step:
+            for process in self._processes:
+                process.kill()  # it may wait in a collective for a rank that will not come
         if self._sender is not None:
             try:
                 if all(process.is_alive() for process in self._processes):
@@ -172,11 +188,7 @@ class WorkerGroup:
         self._finalizer()
 
     def _read_reply(self, replies: Connection) -> None:
-        try:
-            error = replies.recv()
-        except EOFError:
-            self.check_alive(patience_s=2.0)
-            raise
+        error = replies.recv()
         if error is not None:
             rank = self._replies.index(replies) + 1
             raise RuntimeError(f"Tensor-parallel worker {rank} failed:\n{error}")
@@ -207,7 +219,7 @@ def _run_worker(
     replies: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(store_path,), daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
     receiver = ChannelReceiver(commands, tp_rank - 1, tp_size - 1)
     try:
@@ -245,9 +257,11 @@ def _serve(runner: ModelRunner, receiver: ChannelReceiver, replies: Connection) 
             return
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(store_path: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+    # A parent that was killed could not do it.
+    shutil.rmtree(Path(store_path).parent, ignore_errors=True)
     # Not sys.exit: the main thread may wait in a collective that will never end.
     os._exit(1)

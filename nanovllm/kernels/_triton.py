@@ -4,6 +4,7 @@ Kernel files write `from nanovllm.kernels._triton import tl, triton, use_triton`
 their decorated functions stay plain Python functions that nobody calls.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,4 +55,20 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
-__all__ = ["HAS_TRITON", "tl", "triton", "use_triton"]
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return is_hopper and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options, and the flag `PDL`, of a kernel that may start before the one before it ends.
+
+    Programmatic dependent launch (Hopper and later): such a kernel lets its successor start at
+    once, and until `gdc_wait` has seen the end of all kernels before it writes nothing and reads
+    nothing but weights. So memory is as on a plain stream, and only start-up costs overlap.
+    """
+    return {"PDL": True, "launch_pdl": True} if _has_pdl(tensor.device) else {"PDL": False}
+
+
+__all__ = ["HAS_TRITON", "pdl_options", "tl", "triton", "use_triton"]

@@ -12,6 +12,7 @@ import torch
 from nanovllm.kernels._triton import tl, triton
 
 ITEM_WIDTH = 8  # int32 fields kept per work item: one 32-byte sector, five are used
+_NUM_CANDIDATES = 32  # part sizes compared: steps of 7 to 12 percent, or every number of tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +22,23 @@ class DecodeTuning:
     tile: int  # tokens a loop turn reads
     num_warps: int = 4
     num_stages: int = 3
-    min_part: int = 128  # tokens; smaller parts cost more in start-up and merging than they balance
-    num_waves: int = 4  # programs per SM slot to aim at when rows alone are too few
-    programs_per_sm: int = 3  # what shared memory lets reside together
+    programs_per_sm: int = 3  # that reside together, by shared memory and registers
+    overhead_tokens: int = 96  # what a program's start and end cost, in tokens it could have read
 
 
-def default_tuning(head_dim: int, dtype: torch.dtype) -> DecodeTuning:
-    """Return the tile that is good on an H200 at head_dim 128, scaled to keep its bytes."""
-    bytes_per_token = head_dim * dtype.itemsize
-    # 64 tokens of 128 bf16 values: K and V of two stages in flight take 64 KiB, and three programs
-    # fit an SM.
-    tile = max(16, min(64, 16384 // bytes_per_token))
-    return DecodeTuning(tile=tile, num_stages=4 if bytes_per_token <= 128 else 3)
+def default_tuning(head_dim: int, dtype: torch.dtype, num_seqs: int) -> DecodeTuning:
+    """Return what is best on an H200 at head_dim 128 in bfloat16, scaled to keep a tile's bytes."""
+    # (up to so many rows) tile, warps, stages, programs an SM; see tests/gpu/bench_attention.py
+    if num_seqs <= 4:
+        tile, num_warps, num_stages, per_sm = 64, 4, 3, 2
+    elif num_seqs <= 48:
+        tile, num_warps, num_stages, per_sm = 32, 2, 4, 4
+    elif num_seqs <= 96:
+        tile, num_warps, num_stages, per_sm = 64, 4, 4, 2
+    else:
+        tile, num_warps, num_stages, per_sm = 64, 4, 2, 4
+    tile = max(16, min(tile, tile * 256 // (head_dim * dtype.itemsize)))
+    return DecodeTuning(tile, num_warps, num_stages, per_sm)
 
 
 class DecodePlan:
@@ -53,14 +59,14 @@ class DecodePlan:
         device: torch.device,
         tuning: DecodeTuning | None = None,
     ) -> None:
-        self.tuning = default_tuning(head_dim, dtype) if tuning is None else tuning
-        num_sms = 4  # off CUDA: the interpreter, where fewer programs are better
+        self._tuning = tuning
+        self._shape = (head_dim, dtype)
+        self._num_kv_heads = num_kv_heads
+        self._num_sms = 4  # off CUDA: the interpreter, where fewer programs are better
         if device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        # How many items fill every SM once.
-        self._wave = -(-num_sms * self.tuning.programs_per_sm // num_kv_heads)
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._max_num_seqs = max_num_seqs
-        max_items = self.max_items(max_num_seqs)
+        max_items = max(self.max_items(num_seqs) for num_seqs in range(1, max_num_seqs + 1))
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -73,9 +79,20 @@ class DecodePlan:
         self.partial_out = buffer(max_items, num_kv_heads, group, head_dim, dtype=torch.float32)
         self.partial_lse = buffer(max_items, num_kv_heads, group, dtype=torch.float32)
 
+    def tuning(self, num_seqs: int) -> DecodeTuning:
+        """How the kernel for so many rows is compiled."""
+        return self._tuning or default_tuning(*self._shape, num_seqs)
+
+    def wave(self, num_seqs: int) -> int:
+        """How many items fill every SM once. Not rounded up: a few more would take a second round."""
+        return max(1, self._num_sms * self.tuning(num_seqs).programs_per_sm // self._num_kv_heads)
+
     def max_items(self, num_seqs: int) -> int:
-        """Return the grid bound: how many items `num_seqs` rows can be cut into."""
-        return num_seqs + self._num_cuts(num_seqs)
+        """Return the grid bound: how many items `num_seqs` rows are cut into at most."""
+        # A wave more than rows fill by themselves, but only one for few rows: programs that find
+        # no item end last and cost more time there than a finer cut saves.
+        wave = self.wave(num_seqs)
+        return wave if 2 * num_seqs <= wave else wave * (-(-num_seqs // wave) + 1)
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Cut the rows of this step; device work of a fixed shape, in place.
@@ -85,55 +102,40 @@ class DecodePlan:
         num_seqs = len(seq_lens)
         assert num_seqs <= self._max_num_seqs, "buffers are sized by max_num_seqs"
         block_seqs = triton.next_power_of_2(max(16, self._max_num_seqs))
+        tuning = self.tuning(num_seqs)
         # Registers bound the [rows, all rows] comparison that ranks the rows of a program.
-        block_rows = max(1, min(16, 8192 // block_seqs))
+        block_rows = max(1, min(16, 4096 // block_seqs))
         _plan_kernel[(triton.cdiv(num_seqs, block_rows),)](
-            seq_lens,
-            self.items,
-            self.num_items,
-            num_seqs,
-            seq_lens.stride(0),
-            self._num_cuts(num_seqs),
-            max(1, self.tuning.min_part // self.tuning.tile),
-            TILE=self.tuning.tile,
-            ITEM_WIDTH=ITEM_WIDTH,
-            BLOCK_SEQS=block_seqs,
-            BLOCK_ROWS=block_rows,
-        )
-
-    def _num_cuts(self, num_seqs: int) -> int:
-        # Rows fill some waves by themselves. One more is always granted: with parts no longer than
-        # an SM slot's fair share and the longest first, a single very long row cannot be the tail.
-        return max(self._wave, self.tuning.num_waves * self._wave - num_seqs)
+            seq_lens, self.items, self.num_items, num_seqs, seq_lens.stride(0),
+            self.wave(num_seqs), self.max_items(num_seqs), tuning.overhead_tokens / tuning.tile,
+            TILE=tuning.tile, ITEM_WIDTH=ITEM_WIDTH, BLOCK_SEQS=block_seqs,
+            BLOCK_ROWS=block_rows, NUM_CANDIDATES=_NUM_CANDIDATES,
+            BLOCK_CANDIDATES=max(1, min(_NUM_CANDIDATES, 4096 // block_seqs)),
+        )  # fmt: skip
 
 
 # Row counts change from graph to graph: specialising on them would only compile more often.
-@triton.jit(do_not_specialize=["num_seqs", "num_cuts", "min_tiles"])
+@triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])
 def _plan_kernel(
-    seq_lens,
-    items,
-    num_items,
-    num_seqs,
-    stride_seq_lens,
-    num_cuts,
-    min_tiles,
-    TILE: tl.constexpr,
-    ITEM_WIDTH: tl.constexpr,
-    BLOCK_SEQS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+    seq_lens, items, num_items, num_seqs, stride_seq_lens, wave, max_items,
+    overhead,  # of a program, in tiles
+    TILE: tl.constexpr, ITEM_WIDTH: tl.constexpr, BLOCK_SEQS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, NUM_CANDIDATES: tl.constexpr, BLOCK_CANDIDATES: tl.constexpr,
+):  # fmt: skip
     others = tl.arange(0, BLOCK_SEQS)
     is_other = others < num_seqs
     other_lens = tl.load(seq_lens + others * stride_seq_lens, mask=is_other, other=0)
-    # sum(ceil(tiles / max_tiles)) <= num_seqs + num_cuts, which is the grid's bound.
-    num_tiles = tl.sum(tl.cdiv(other_lens, TILE), axis=0)
-    max_tiles = tl.maximum(tl.cdiv(num_tiles, num_cuts), min_tiles)
-    other_sizes, other_parts = _cut(other_lens, max_tiles, TILE)
-    other_parts = tl.where(is_other, other_parts, 0)
-
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_seqs
     lens = tl.load(seq_lens + rows * stride_seq_lens, mask=is_row, other=0)
+
+    # Every program chooses the part size again: cheaper than a second kernel.
+    other_tiles = tl.cdiv(other_lens, TILE).to(tl.float32)
+    max_tiles = _choose_max_tiles(
+        other_tiles, num_seqs, wave, max_items, overhead, NUM_CANDIDATES, BLOCK_CANDIDATES
+    )
+    other_sizes, other_parts = _cut(other_lens, max_tiles, TILE)
+    other_parts = tl.where(is_other, other_parts, 0)
     sizes, parts = _cut(lens, max_tiles, TILE)
     parts = tl.where(is_row, parts, 0)
     # Rank by counting: every program ranks its own rows against all, no sort, no second pass.
@@ -152,6 +154,45 @@ def _plan_kernel(
         tl.store(item + 2, tl.minimum(begin + sizes * TILE, lens), mask=mask)
         tl.store(item + 3, parts, mask=mask)
         tl.store(item + 4, first_items, mask=mask)
+
+
+@triton.jit
+def _choose_max_tiles(
+    tiles,  # per row, float32
+    num_seqs, wave, max_items, overhead,
+    NUM_CANDIDATES: tl.constexpr, BLOCK_CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Return the longest part in tiles that makes the attention kernel finish first."""
+    num_tiles = tl.sum(tiles, axis=0)
+    longest = tl.maximum(tl.max(tiles, axis=0), 1.0)
+    shortest = tl.min(tl.where(tiles > 0, tiles, float("inf")), axis=0)
+    num_real = tl.sum(tl.where(tiles > 0, 1.0, 0.0), axis=0)  # rows that are not padding
+    max_parts = max_items - num_seqs + num_real
+    smallest = tl.minimum(tl.maximum(num_tiles / max_parts, 1.0), longest)
+    best_cost = float("inf")
+    best_size = longest
+    for first in range(0, NUM_CANDIDATES, BLOCK_CANDIDATES):
+        steps = first + tl.arange(0, BLOCK_CANDIDATES)
+        growth = tl.log2(longest / smallest) / (NUM_CANDIDATES - 1)
+        sizes = tl.minimum(tl.ceil(smallest * tl.exp2(steps * growth)), longest)
+        # The last candidate leaves all rows whole, so one always fits.
+        sizes = tl.where(steps == NUM_CANDIDATES - 1, longest, sizes)
+        # ceil(tiles / size) by one multiplication; the half keeps the rounding away from integers.
+        parts = tl.floor((tiles[:, None] + (sizes - 0.5)[None, :]) * (1.0 / sizes)[None, :])
+        num_parts = tl.sum(parts, axis=0)
+        # Short parts come last and fill what long ones leave, so whole waves count only in as far
+        # as the shortest are long: where all rows are equal.
+        turns = num_parts / wave
+        cost = num_tiles / wave + turns * overhead
+        cost += (tl.ceil(turns) - turns) * (tl.minimum(shortest, sizes) + overhead)
+        cost = tl.maximum(cost, sizes + overhead)
+        cost = tl.where(num_parts > num_real, cost + overhead, cost)  # merging
+        cost = tl.where(num_parts <= max_parts, cost, float("inf"))
+        cost_here = tl.min(cost, axis=0)
+        size_here = tl.max(tl.where(cost == cost_here, sizes, 0.0), axis=0)
+        best_size = tl.where(cost_here < best_cost, size_here, best_size)
+        best_cost = tl.minimum(cost_here, best_cost)
+    return best_size.to(tl.int32)
 
 
 @triton.jit

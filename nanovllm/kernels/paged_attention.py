@@ -6,7 +6,7 @@ write their output; of a row with several, the part that finishes last merges th
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 from nanovllm.kernels.decode_plan import ITEM_WIDTH, DecodePlan
 
 _LOG2_E = 1.4426950408889634
@@ -54,12 +54,8 @@ def paged_attention_triton(
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert block_tables.stride(1) == 1, "block tables may be strided between rows only"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tuning = plan.tuning
-    # Given only where wanted: neither the interpreter nor GPUs before Hopper know them all.
-    options = {"launch_pdl": True} if tuning.launch_pdl else {}
-    options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
+    tuning = plan.tuning(num_seqs)
     block_group = triton.next_power_of_2(group)
-    # fmt: off
     _decode_kernel[(num_kv_heads, plan.max_items(num_seqs))](
         q, k_cache, v_cache, block_tables, out,
         plan.items, plan.num_items, plan.num_done, plan.partial_out, plan.partial_lse,
@@ -69,12 +65,11 @@ def paged_attention_triton(
         # The tensor cores' smallest tile has 16 rows; what is above `group` is padding.
         BLOCK_GROUP=max(16, block_group),
         MERGE_GROUP=block_group,
-        MERGE_PARTS=max(1, min(16, tuning.merge_values // (block_group * head_dim))),
+        # 32 values a thread; 64 would halve the programs that fit an SM.
+        MERGE_PARTS=max(1, min(16, 1024 * tuning.num_warps // (block_group * head_dim))),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        USE_PDL=tuning.launch_pdl, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
-        **options,
-    )
-    # fmt: on
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, **pdl_options(q),
+    )  # fmt: skip
     return out
 
 
@@ -102,36 +97,17 @@ def paged_attention(
 
 @triton.jit
 def _decode_kernel(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    out,
-    items,
-    num_items,
-    num_done,
-    partial_out,
-    partial_lse,
-    stride_q,
-    stride_table,
-    stride_block,
-    stride_token,
-    stride_head,
+    q, k_cache, v_cache, block_tables, out,
+    items, num_items, num_done, partial_out, partial_lse,
+    stride_q, stride_table, stride_block, stride_token, stride_head,
     scale,  # in log2 units
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    ITEM_WIDTH: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    MERGE_GROUP: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    if USE_PDL:
-        # Before any load or store: the kernel before may still run. Nothing is gained by telling
-        # the kernel after early, as programs that wait there would take slots from those here.
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    ITEM_WIDTH: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # kv heads are neighbours in the grid, so the programs that share pages run together.
     kv_head = tl.program_id(0)
@@ -197,27 +173,20 @@ def _decode_kernel(
         if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
             tl.store(done, 0)
             first_slot = (first_index.to(tl.int64) * num_kv_heads + kv_head) * GROUP
-            # fmt: off
             _merge_parts(
                 partial_out + first_slot * HEAD_DIM, partial_lse + first_slot,
                 out_row + kv_head * GROUP * HEAD_DIM, num_parts, num_kv_heads * GROUP,
                 GROUP, HEAD_DIM, MERGE_GROUP, MERGE_PARTS,
-            )
-            # fmt: on
+            )  # fmt: skip
 
 
 @triton.jit
 def _merge_parts(
-    partial_out,
-    partial_lse,
-    out,
-    num_parts,
+    partial_out, partial_lse, out, num_parts,
     stride_part,  # in heads
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MERGE_GROUP: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
-):
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
     """Write one row's output of one kv head: its parts weighted by 2**lse."""
     # Few values at a time: the kernel's registers are the most that any part of it needs.
     heads = tl.arange(0, MERGE_GROUP)

@@ -1,7 +1,4 @@
-"""Prefill attention over the paged KV cache: packed chunks whose K and V are already stored.
-
-For cached prefixes, later chunks of a long prompt, and whatever FlashAttention does not take.
-"""
+"""Prefill attention over the paged KV cache: packed chunks whose K and V are already stored."""
 
 import torch
 
@@ -66,29 +63,13 @@ def paged_prefill_triton(
     if num_blocks == 0:
         return out
     _prefill_kernel[(num_heads, num_blocks, len(seq_lens))](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        out,
-        q.stride(0),
-        block_tables.stride(0),
-        seq_lens.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        scale * _LOG2_E,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE=k_cache.shape[1],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out,
+        q.stride(0), block_tables.stride(0), seq_lens.stride(0), *k_cache.stride()[:3],
+        scale * _LOG2_E, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        PAGE=k_cache.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -134,27 +115,12 @@ def paged_prefill(
 
 @triton.jit
 def _prefill_kernel(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    seq_lens,
-    cu_seqlens_q,
-    out,
-    stride_q,
-    stride_table,
-    stride_seq_lens,
-    stride_block,
-    stride_token,
-    stride_head,
+    q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out,
+    stride_q, stride_table, stride_seq_lens, stride_block, stride_token, stride_head,
     scale,  # in log2 units
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     # Heads are neighbours in the grid, so those of a group read the same K and V from L2 together.
     head = tl.program_id(0)
     seq = tl.program_id(2)
@@ -184,45 +150,13 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     acc, total, max_score = _attend(
-        acc,
-        total,
-        max_score,
-        q_tile,
-        k_head,
-        v_head,
-        table,
-        positions,
-        0,
-        masked_begin,
-        seq_len,
-        stride_block,
-        stride_token,
-        scale,
-        PAGE,
-        BLOCK_N,
-        PRECISION,
-        IS_MASKED=False,
-    )
+        acc, total, max_score, q_tile, k_head, v_head, table, positions, 0, masked_begin, seq_len,
+        stride_block, stride_token, scale, PAGE, BLOCK_N, PRECISION, IS_MASKED=False,
+    )  # fmt: skip
     acc, total, max_score = _attend(
-        acc,
-        total,
-        max_score,
-        q_tile,
-        k_head,
-        v_head,
-        table,
-        positions,
-        masked_begin,
-        end,
-        seq_len,
-        stride_block,
-        stride_token,
-        scale,
-        PAGE,
-        BLOCK_N,
-        PRECISION,
-        IS_MASKED=True,
-    )
+        acc, total, max_score, q_tile, k_head, v_head, table, positions, masked_begin, end, seq_len,
+        stride_block, stride_token, scale, PAGE, BLOCK_N, PRECISION, IS_MASKED=True,
+    )  # fmt: skip
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     num_heads = tl.num_programs(0)
     tl.store(out + (row_ids * num_heads + head) * HEAD_DIM + dims, result, mask=is_row)
@@ -230,25 +164,10 @@ def _prefill_kernel(
 
 @triton.jit
 def _attend(
-    acc,
-    total,
-    max_score,
-    q_tile,
-    k_head,
-    v_head,
-    table,
-    positions,
-    begin,
-    end,
-    seq_len,
-    stride_block,
-    stride_token,
-    scale,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
+    acc, total, max_score, q_tile, k_head, v_head, table, positions, begin, end, seq_len,
+    stride_block, stride_token, scale,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
     """Fold the tokens from `begin` to `end` into the running softmax."""
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.store_kv import store_kv
 
@@ -103,51 +103,26 @@ def qk_norm_rope_store_triton(
     group = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim, 1))
     q_groups, kv_groups = triton.cdiv(num_heads, group), triton.cdiv(num_kv_heads, group)
     _qk_norm_rope_store_kernel[(num_tokens, q_groups + 2 * kv_groups)](
-        qkv,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        eps,
-        cos_sin,
-        positions,
-        slots,
-        k_cache,
-        v_cache,
-        qkv.stride(0),
-        positions.stride(0),
-        slots.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        GROUP=group,
-        Q_GROUPS=q_groups,
-        KV_GROUPS=kv_groups,
-        HAS_NORM=q_weight is not None,
-        num_warps=min(max(group * head_dim // 512, 1), 8),
-    )
+        qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps,
+        cos_sin, positions, slots, k_cache, v_cache,
+        qkv.stride(0), positions.stride(0), slots.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
+        Q_GROUPS=q_groups, KV_GROUPS=kv_groups, HAS_NORM=q_weight is not None,
+        num_warps=min(max(group * head_dim // 512, 1), 8), **pdl_options(qkv),
+    )  # fmt: skip
 
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    eps,
-    cos_sin,
-    positions,
-    slots,
-    k_cache,
-    v_cache,
-    qkv_stride,
-    positions_stride,
-    slots_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    Q_GROUPS: tl.constexpr,
-    KV_GROUPS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache,
+    qkv_stride, positions_stride, slots_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr, Q_GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -179,15 +154,11 @@ def _qk_norm_rope_store_kernel(
     if HAS_NORM:
         # Not a choice of pointer: that would lose its alignment, and with it the wide loads.
         if is_key:
-            weight_first, weight_second = (
-                tl.load(k_weight + columns),
-                tl.load(k_weight + HALF + columns),
-            )
+            weight_first = tl.load(k_weight + columns)
+            weight_second = tl.load(k_weight + HALF + columns)
         else:
-            weight_first, weight_second = (
-                tl.load(q_weight + columns),
-                tl.load(q_weight + HALF + columns),
-            )
+            weight_first = tl.load(q_weight + columns)
+            weight_second = tl.load(q_weight + HALF + columns)
         squares = tl.sum(first * first + second * second, axis=1)[:, None]
         scale = tl.rsqrt(squares / HEAD_DIM + eps)
         # Rounded where Hugging Face rounds: after the norm and after its weight.

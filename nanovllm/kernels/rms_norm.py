@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,11 +20,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `(rms_norm(x + residual), x + residual)`, the sum rounded to x.dtype first.
+    """Return `(rms_norm(x + residual), x + residual)`, the sum rounded to residual.dtype first.
 
     On CUDA the sum overwrites `residual`; use only what is returned.
 
-    x, residual: [num_tokens, hidden_size], rows may be strided; weight: [hidden_size]
+    Args:
+        x: [num_tokens, hidden_size], rows may be strided, or what `split_gemm` returns: float32
+            [num_splits, num_tokens, hidden_size], to be added up and rounded
+        residual: [num_tokens, hidden_size], rows may be strided
+        weight: [hidden_size]
     """
     if use_triton(x):
         return add_rms_norm_triton(x, residual, weight, eps)
@@ -42,6 +46,8 @@ def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `add_rms_norm`; changes no input."""
+    if x.dim() == 3:
+        x = x.sum(dim=0).to(residual.dtype)
     residual = x + residual
     return rms_norm_reference(residual, weight, eps), residual
 
@@ -61,49 +67,47 @@ def add_rms_norm_triton(
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    num_tokens, hidden_size = x.shape
-    assert x.stride(1) == 1, "rows must be contiguous"
+    num_tokens, hidden_size = x.shape[-2:]
+    num_splits = x.shape[0] if x.dim() == 3 else 1
+    assert x.stride(-1) == 1, "rows must be contiguous"
     assert residual is None or residual.stride(1) == 1, "rows must be contiguous"
-    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    dtype = x.dtype if residual is None else residual.dtype
+    out = torch.empty((num_tokens, hidden_size), dtype=dtype, device=x.device)
     if num_tokens == 0:
         return out
     block = triton.next_power_of_2(hidden_size)
     _rms_norm_kernel[(num_tokens,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        eps,
-        HIDDEN_SIZE=hidden_size,
-        BLOCK=block,
-        HAS_RESIDUAL=residual is not None,
+        x, x if residual is None else residual, weight, out,
+        x.stride(0) if num_splits > 1 else 0, x.stride(-2),
+        0 if residual is None else residual.stride(0), eps,
+        HIDDEN_SIZE=hidden_size, BLOCK=block, HAS_RESIDUAL=residual is not None,
+        NUM_SPLITS=num_splits,
         # 8 elements (16 bytes) a thread up to 8 warps, more per thread above.
-        num_warps=min(max(block // 256, 1), 8 if block <= 4096 else 16),
-    )
+        num_warps=min(max(block // 256, 1), 8 if block <= 4096 else 16), **pdl_options(x),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    x_stride,
-    residual_stride,
-    eps,
-    HIDDEN_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
+    x, residual, weight, out, split_stride, x_stride, residual_stride, eps,
+    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN_SIZE
-    # The weight is loaded first so that its latency hides behind the reduction.
+    # The weight is loaded first so that its latency hides behind the kernel before.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    source = x + row * x_stride + columns
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if NUM_SPLITS > 1:
+        for split in tl.static_range(1, NUM_SPLITS):
+            values += tl.load(source + split * split_stride, mask=mask, other=0.0)
+        values = values.to(out.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         pointers = residual + row * residual_stride + columns
         values += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -112,6 +116,5 @@ def _rms_norm_kernel(
         values = rounded.to(tl.float32)
     variance = tl.sum(values * values, axis=0) / HIDDEN_SIZE
     normed = (values * tl.rsqrt(variance + eps)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(
-        out + row * HIDDEN_SIZE + columns, (normed * scale).to(out.dtype.element_ty), mask=mask
-    )
+    target = out + row * HIDDEN_SIZE + columns
+    tl.store(target, (normed * scale).to(out.dtype.element_ty), mask=mask)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -31,18 +31,19 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     # 16 bytes a thread; smaller pieces at small batches so that more SMs take part.
     block = min(1024 if num_tokens * size > 2**20 else 512, triton.next_power_of_2(size))
     _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        gate_up,
-        out,
-        gate_up.stride(0),
-        SIZE=size,
-        BLOCK=block,
-        num_warps=max(block // 256, 1),
-    )
+        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block,
+        num_warps=max(block // 256, 1), **pdl_options(gate_up),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up, out, gate_up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up, out, gate_up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE

@@ -87,5 +87,5 @@ class SelfAttention(nn.Module):
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         out = self._backend.forward(q, k, v, k_cache, v_cache, ctx)
-        projected: torch.Tensor = self.o_proj(out.reshape(-1, num_heads * self.head_dim))
+        projected: torch.Tensor = self.o_proj.partials(out.reshape(-1, num_heads * self.head_dim))
         return projected

@@ -33,6 +33,8 @@ class RMSNorm(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Norm x [n, hidden_size]; with a residual, norm `x + residual` and return that sum too.
 
+        With a residual x may also be what `RowParallelLinear.partials` gives.
+
         The residual may be overwritten: use the one that is returned.
         """
         if residual is None:

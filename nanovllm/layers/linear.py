@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.split_gemm import split_gemm
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.parallel import ParallelContext
 
@@ -159,6 +160,13 @@ class RowParallelLinear(ReplicatedLinear):
         # The bias is whole on every rank, and must enter the sum once.
         bias = self.bias if self._parallel.tp_rank == 0 else None
         return self._parallel.all_reduce(F.linear(x, self.weight, bias))
+
+    def partials(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`, but maybe float32 shares [num_splits, n, out_features], for RMSNorm to sum."""
+        if self.bias is None and self._parallel.tp_size == 1:
+            return split_gemm(x, self.weight)
+        result: torch.Tensor = self(x)
+        return result
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
         target = self.get_parameter(name)

@@ -14,7 +14,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear, divide
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.weights import fill_with_noise, load_weights
+from nanovllm.models.weights import check_weights, fill_with_noise, load_weights
 from nanovllm.utils.context import ForwardContext
 from nanovllm.utils.parallel import ParallelContext
 
@@ -58,7 +58,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        down: torch.Tensor = self.down_proj.partials(self.act_fn(self.gate_up_proj(x)))
         return down
 
 
@@ -220,6 +220,10 @@ class DecoderForCausalLM(nn.Module):
         """
         tied_head = self.lm_head if self.config.tie_word_embeddings else None
         load_weights(self, weights, tied_head=tied_head, partial=partial)
+
+    def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Raise what `load_weights` of a part would raise, changing nothing."""
+        check_weights(self, weights, is_tied=self.config.tie_word_embeddings)
 
     def init_dummy_weights(self, seed: int) -> None:
         """Fill the parameters in place with seeded noise, to run and measure without files."""

@@ -1,5 +1,6 @@
 """Bring a checkpoint's tensors to the parameters of a model, each exactly once and in place."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,13 @@ _FUSED = {
     "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
     "gate_up_proj": {"gate": "gate_proj", "up": "up_proj"},
 }
+_IGNORED = "rotary_emb.inv_freq"  # in old exports; follows from the config
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _TIED = {_HEAD, _EMBEDDING}
+_UNTIED = (
+    f"config.json has tie_word_embeddings = true, but {_HEAD} and {_EMBEDDING} differ. "
+    "Set it to false to use both, or remove one of them."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ def load_weights(
     duplicate: set[str] = set()
     unexpected: set[str] = set()
     for name, tensor in weights:
-        if name.endswith("rotary_emb.inv_freq"):  # in old exports; follows from the config
+        if name.endswith(_IGNORED):
             continue
         if name not in targets:
             unexpected.add(name)
@@ -73,6 +79,29 @@ def load_weights(
     _raise_if_any({"missing": missing, "duplicate": duplicate, "unexpected": unexpected})
 
 
+def check_weights(
+    model: nn.Module, weights: list[tuple[str, torch.Tensor]], *, is_tied: bool
+) -> None:
+    """Raise what `load_weights` with `partial` would raise for these pairs, changing nothing."""
+    targets = _targets(model)
+    names = [name for name, _ in weights if not name.endswith(_IGNORED)]
+    duplicate = {name for name, times in Counter(names).items() if times > 1}
+    _raise_if_any(
+        {"missing": set(), "duplicate": duplicate, "unexpected": set(names) - targets.keys()}
+    )
+    for name, tensor in weights:
+        if name.endswith(_IGNORED):
+            continue
+        target = targets[name]
+        try:
+            target.load(target.name, tensor.to("meta"), target.shard)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    tied = [tensor for name, tensor in weights if name in _TIED]
+    if is_tied and len(tied) == 2 and not torch.equal(tied[0], tied[1].to(tied[0])):
+        raise ValueError(_UNTIED)
+
+
 def _targets(model: nn.Module) -> dict[str, _Target]:
     """Say for each name a checkpoint must have where its tensor goes."""
     targets = {}
@@ -92,10 +121,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 def _check_tied(head: VocabParallelEmbedding, second: torch.Tensor) -> None:
     # Transformers 4 drops such a head, 5 keeps it untied: which is meant would be a guess.
     if not head.holds(second):
-        raise ValueError(
-            f"config.json has tie_word_embeddings = true, but {_HEAD} and {_EMBEDDING} "
-            "differ. Set it to false to use both, or remove one of them."
-        )
+        raise ValueError(_UNTIED)
 
 
 def _raise_if_any(problems: dict[str, set[str]]) -> None:

@@ -85,13 +85,18 @@ def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, torch.Tens
 
 
 def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a checkpoint's tensor into (a slice of) a parameter, in place, converting dtype."""
+    """Copy a checkpoint's tensor into (a slice of) a parameter, in place, converting dtype.
+
+    A source on the meta device has no data: it is checked only.
+    """
     check_shape(source, tuple(target.shape))
     if source.dtype not in _CAST_DTYPES:
         raise ValueError(
             f"the checkpoint's dtype {source.dtype} is not supported; allowed are "
             f"{', '.join(str(dtype) for dtype in _CAST_DTYPES)}."
         )
+    if source.is_meta:
+        return
     with torch.no_grad():
         target.copy_(source)
 

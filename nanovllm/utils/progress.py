@@ -25,7 +25,7 @@ class Progress:
                 total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True
             )
         self._started = time.perf_counter()
-        self._num_tokens_in = self._num_tokens_out = 0
+        self._num_tokenized = self._num_tokens_in = self._num_tokens_out = 0
         self._next_refresh = 0.0
 
     def __enter__(self) -> Progress:
@@ -37,8 +37,9 @@ class Progress:
             self._bar.close()
 
     def show_tokenized(self, num_prompts: int) -> None:
-        """Say that prompts were tokenised, before any is finished."""
-        self._postfix(tokenized=num_prompts)
+        """Say that so many more prompts were tokenised, before any is finished."""
+        self._num_tokenized += num_prompts
+        self._postfix(tokenized=self._num_tokenized)
 
     def show_finished(self, num_tokens_in: int, num_tokens_out: int) -> None:
         """Count one prompt as done."""

@@ -23,7 +23,7 @@ def work(rows, token_lists, firsts, is_sampled) -> PrefillWork:
         num_tokens=ints(*map(len, token_lists)),
         first_positions=ints(*firsts),
         is_sampled=ints(*is_sampled),
-        num_prompt_logprobs=ints(*(0 for _ in rows)),
+        prompt_places=ints(),
         prompt_targets=ints(),
         max_prompt_logprobs=ints(-1),
     )
@@ -91,7 +91,7 @@ def test_columns_equal_a_loop_over_tokens(chunks, block_size, data):
     assert columns.sampled_rows.tolist() == [rows[i] for i in picked]
 
 
-def test_prompt_logprobs_are_wanted_of_the_leading_tokens_of_a_chunk():
+def test_the_places_of_prompt_logprobs_are_passed_on():
     columns = prefill_columns(
         PrefillWork(
             rows=ints(0, 1, 2),
@@ -99,7 +99,7 @@ def test_prompt_logprobs_are_wanted_of_the_leading_tokens_of_a_chunk():
             num_tokens=ints(3, 1, 2),
             first_positions=ints(0, 0, 4),
             is_sampled=ints(1, 1, 1),
-            num_prompt_logprobs=ints(2, 0, 1),
+            prompt_places=ints(0, 1, 4),
             prompt_targets=ints(6, 7, 10),
             max_prompt_logprobs=ints(3),
         ),

@@ -22,7 +22,15 @@ from nanovllm.engine.scheduler import SequenceUpdates
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import StepOutput
 
-TEXTS = ["hello world", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family 🎉🎉", "a\n\n  b\tc", "é" * 5, "𝔘𝔫𝔦"]
+TEXTS = [
+    "hello world",
+    "naïve café",
+    "日本語のテキスト",
+    "👩‍👩‍👧 family 🎉🎉",
+    "a\n\n  b\tc",
+    "é" * 5,
+    "𐍈𐍆",
+]
 NOTHING = StepOutput(np.zeros(0, dtype=np.int32))
 
 

@@ -1,4 +1,4 @@
-"""Which tokens run next: gates, chunks, preemption, ends, and random workloads to the last token."""
+"""Which tokens run next: gates, chunks, preemption, ends; random workloads to the last token."""
 
 from __future__ import annotations
 
@@ -202,7 +202,28 @@ def test_prompt_logprobs_are_computed_without_the_cache():
         engine.run(max_steps=30)
     assert second.num_cached_tokens == 0
     assert output.prefill.num_tokens.tolist() == [9]
-    assert output.prefill.num_prompt_logprobs.tolist() == [8], "all but the first"
+    assert output.prefill.prompt_places.tolist() == list(range(8)), "of all but the first"
+
+
+def test_prompt_logprobs_of_a_prompts_end_take_hits_before_it():
+    engine = Engine(block_size=4)
+    first = make_seq(prompt_of(15))
+    second = make_seq(prompt_of(15), seq_id=1, prompt_logprobs=0)
+    third = make_seq(prompt_of(15), seq_id=2, prompt_logprobs=0)
+    # The logits after token 8 are the first that count, and its block ends there: no hit.
+    second.prompt_logprobs_from, third.prompt_logprobs_from = 9, 8
+    for seq in (first, second, third):
+        engine.scheduler.add([seq])
+        output = engine.launch()
+        engine.bring_in()
+        engine.run(max_steps=30)
+        if seq is second:
+            assert output.prefill.first_positions.tolist() == [8]
+            assert output.prefill.prompt_places.tolist() == list(range(6))
+            assert output.prefill.prompt_targets.tolist() == seq.token_ids[9:15]
+    assert output.prefill.first_positions.tolist() == [4], "it needs the logits after token 7"
+    assert output.prefill.prompt_places.tolist() == list(range(3, 10))
+    assert output.prefill.prompt_targets.tolist() == third.token_ids[8:15]
 
 
 # ---- preemption
@@ -547,30 +568,33 @@ def test_without_reordering_first_come_first_in():
     assert order_of(queue) == [0, 1, 2, 9]
 
 
-def test_longer_ones_run_first():
+def seqs_of_answers(*lengths, first_id=0):
+    return [make_seq([5 + i], n, seq_id=i) for i, n in enumerate(lengths, first_id)]
+
+
+def test_longer_answers_run_first():
     queue = WaitingQueue(block_size=4, window=100)
-    seqs = make_seqs([3, 9, 5, 9], max_tokens=8)
-    queue.add(seqs)
+    queue.add(seqs_of_answers(3, 9, 5, 9))
     assert order_of(queue) == [1, 3, 2, 0]
 
 
 def test_sequences_that_begin_alike_run_together():
     queue = WaitingQueue(block_size=4, window=100)
     a, b = [2] * 4, [3] * 4
-    prompts = [[*a, 1], [*b, 1, 1, 1], [*a, 1, 1], [*b, 1], [7, 7]]
-    queue.add(make_seq(prompt, 4, seq_id=i) for i, prompt in enumerate(prompts))
+    prompts = [([*a, 1], 3), ([*b, 1, 1, 1], 9), ([*a, 1, 1], 5), ([*b, 1], 2), ([7, 7], 4)]
+    queue.add(make_seq(prompt, num, seq_id=i) for i, (prompt, num) in enumerate(prompts))
     assert order_of(queue) == [1, 3, 2, 0, 4]
 
 
 def test_only_a_window_of_the_queue_is_reordered():
     queue = WaitingQueue(block_size=4, window=2)
-    queue.add(make_seqs([3, 4, 50, 60]))
+    queue.add(seqs_of_answers(3, 4, 50, 60))
     assert order_of(queue) == [1, 0, 3, 2]
 
 
 def test_preempted_ones_go_before_the_window():
     queue = WaitingQueue(block_size=4, window=100)
-    queue.add(make_seqs([30, 40]))
+    queue.add(seqs_of_answers(30, 40))
     queue.add_first(make_seq([1, 2], seq_id=8))
     queue.add_first(make_seq([1, 2], seq_id=9))
     assert order_of(queue) == [9, 8, 1, 0]
@@ -597,7 +621,7 @@ def test_a_record_survives_the_way_through_bytes(has_prefill):
         num_tokens=ints(1, 2),
         first_positions=ints(0, 9),
         is_sampled=ints(1, 0),
-        num_prompt_logprobs=ints(0, 2),
+        prompt_places=ints(1, 2),
         prompt_targets=ints(7, 8),
         max_prompt_logprobs=ints(-1),
     )

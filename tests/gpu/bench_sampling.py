@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.engine.redraw import prompt_logprobs, redraw, slice_rows
+from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.row_params import num_logprobs, param_cells, row_features, row_rules
-from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Column, PrefillWork, SchedulerOutput
 from nanovllm.kernels.sample import sample
@@ -120,7 +119,7 @@ def make_step(params: SamplingParams, batch: int, vocab: int, head: Head) -> Cal
             PrefillWork(*[empty] * 8) if is_prefill else None,
         )
 
-    state = SamplingState(batch, vocab, torch.device("cuda"), max_slice_rows=slice_rows(vocab))
+    redrawer = Redrawer(head, batch, vocab, torch.device("cuda"))
     sampled = np.arange(batch, dtype=np.int32)
     bits = np.full(batch, row_features(params), dtype=np.int32)
     rows = torch.from_numpy(host_rows).cuda()
@@ -130,16 +129,12 @@ def make_step(params: SamplingParams, batch: int, vocab: int, head: Head) -> Cal
     logits[:, ::1511] += 8.0
     logits = logits.to(torch.bfloat16)
     token_ids = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    state.begin_step(record(is_prefill=True), sampled, bits, is_processed=False)
+    redrawer.begin_step(record(is_prefill=True), sampled, bits)
     steady = record(is_prefill=False)
 
     def step() -> None:
-        plan = state.begin_step(steady, sampled, bits, is_processed=False)
-        assert plan is not None
-        redraw(
-            plan, state, head, logits, rows, token_ids,
-            max_logprobs=steady.max_logprobs, is_processed=False,
-        )  # fmt: skip
+        plan = redrawer.begin_step(steady, sampled, bits)
+        redrawer.redraw(plan, steady, logits, rows, token_ids)
 
     return step
 
@@ -167,9 +162,8 @@ def main() -> None:
         places = torch.arange(30_000, dtype=torch.int32, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        device, host = measure(
-            lambda: prompt_logprobs(head, hidden, places, places, 1, slice_rows(args.vocab)), 3
-        )
+        redrawer = Redrawer(head, args.batch, args.vocab, torch.device("cuda"))
+        device, host = measure(lambda: redrawer.prompt_logprobs(hidden, places, places, 1), 3)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
         print(f"{'prompt_logprobs=1, 30,000 tokens':36s} {device:10.0f} {host:10.0f}")
         print(f"its peak memory above the hidden states: {peak:.0f} MiB")

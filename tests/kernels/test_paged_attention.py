@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE.type == "cuda")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Small parts, so that short rows are cut too: the interpreter is slow.
-FINE = DecodeTuning(tile=16, min_part=16, num_waves=8, programs_per_sm=1)
+FINE = DecodeTuning(tile=16, programs_per_sm=8, overhead_tokens=4)
 
 
 class Case:
@@ -89,7 +89,7 @@ def test_lengths_around_a_tile_match_the_reference():
 
 def test_uncut_rows_match_the_reference():
     case = Case([33, 0, 64, 5])
-    case.check(case.plan(tuning=DecodeTuning(tile=32, min_part=4096)))
+    case.check(case.plan(tuning=DecodeTuning(tile=32, overhead_tokens=4096)))
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_every_group_size_matches_the_reference(heads):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_head_dims_and_dtypes_match_the_reference(head_dim, dtype):
     case = Case([70, 1], head_dim=head_dim, dtype=dtype, block_size=32)
-    case.check(case.plan(tuning=default_tuning(head_dim, dtype)))
+    case.check(case.plan(tuning=default_tuning(head_dim, dtype, 8)))
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 256])
 @pytest.mark.parametrize("tile", [16, 64])
 def test_pages_smaller_and_larger_than_a_tile_match_the_reference(block_size, tile):
     case = Case([260, 17], block_size=block_size)
-    case.check(case.plan(tuning=DecodeTuning(tile=tile, min_part=64)))
+    case.check(case.plan(tuning=DecodeTuning(tile=tile)))
 
 
 def test_one_very_long_row_is_cut_and_matches_the_reference():
@@ -140,20 +140,27 @@ def test_repeated_calls_on_one_plan_agree_bit_for_bit():
         assert torch.equal(paged_attention_triton(*case.arguments(plan)), first)
 
 
-@pytest.mark.parametrize(
-    "lens", [[0], [1], [16] * 20, [1000, 1, 1], [0, 0, 7], list(range(0, 900, 7))], ids=str
-)
-def test_items_cover_each_token_once_longest_first_within_the_grid(lens):
+def planned(lens, tuning=FINE, max_num_seqs=None):
     plan = DecodePlan(
         num_heads=2,
         num_kv_heads=1,
         head_dim=64,
-        max_num_seqs=len(lens) + 5,
+        max_num_seqs=max_num_seqs or len(lens),
         dtype=torch.float32,
         device=DEVICE,
-        tuning=FINE,
+        tuning=tuning,
     )
     plan.update(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
+    return plan
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [[0], [1], [16] * 20, [1000, 1, 1], [0, 0, 7], [30000] + [300] * 70, list(range(0, 900, 7))],
+    ids=lambda lens: str(lens[:3]),
+)
+def test_items_cover_each_token_once_longest_first_within_the_grid(lens):
+    plan = planned(lens, max_num_seqs=len(lens) + 5)
     items = items_of(plan)
     assert len(items) <= plan.max_items(len(lens)) <= len(plan.items)
     for row, seq_len in enumerate(lens):
@@ -171,14 +178,18 @@ def test_items_cover_each_token_once_longest_first_within_the_grid(lens):
 
 
 def test_an_equal_batch_fills_the_grid_evenly():
-    plan = DecodePlan(
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        max_num_seqs=4,
-        dtype=torch.float32,
-        device=DEVICE,
-        tuning=DecodeTuning(tile=16, min_part=16, num_waves=1 << 10, programs_per_sm=1),
-    )
-    plan.update(torch.full((4,), 64, dtype=torch.int32, device=DEVICE))
+    plan = planned([64] * 4, DecodeTuning(tile=16, programs_per_sm=512, overhead_tokens=4))
     assert [item[1:3] for item in items_of(plan)] == [(0, 16), (16, 32), (32, 48), (48, 64)] * 4
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts on the interpreter's four SMs")
+def test_few_rows_are_cut_into_one_wave_that_is_nearly_full():
+    plan = planned([160 + 80 * i for i in range(16)], DecodeTuning(tile=16, programs_per_sm=12))
+    assert 44 <= int(plan.num_items) <= 48
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts on the interpreter's four SMs")
+def test_many_rows_stay_whole():
+    lens = [160 + 10 * i for i in range(128)]
+    plan = planned(lens, DecodeTuning(tile=16, programs_per_sm=8))
+    assert int(plan.num_items) == 128

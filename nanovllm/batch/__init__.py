@@ -1,0 +1,230 @@
+"""Jobs that take hours: requests in, results out, gone on with after a crash."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import tee
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from nanovllm.batch.fingerprint import job_fingerprint
+from nanovllm.batch.journal import Journal, RefusedOutput
+from nanovllm.batch.progress import BatchProgress, Standing
+from nanovllm.batch.reader import JobReader
+from nanovllm.batch.records import LineParser, changed_fields
+from nanovllm.batch.results import result_record
+from nanovllm.batch.source import LineSource, count_lines, is_regular_file
+from nanovllm.batch.stop import DrainOnSignal
+from nanovllm.batch.summary import BatchSummary
+from nanovllm.config import Config
+from nanovllm.data_parallel import DataParallelLLM
+from nanovllm.llm import LLM
+from nanovllm.metrics import StepSample
+from nanovllm.outputs import RequestOutput
+from nanovllm.report import Timeline, TraceWriter, write_report
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["BatchOptions", "BatchSummary", "RefusedOutput", "run_batch"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What a job reads and writes. `input` may be "-", and gzip or zstd compressed."""
+
+    input: str
+    output: Path
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # for what lines leave open
+    shard: tuple[int, int] = (0, 1)  # lines whose number, counted from 0, is i modulo n
+    fsync_interval_s: float = 5.0
+    overwrite: bool = False  # start anew
+    force_resume: bool = False  # go on with an output file of another model or other parameters
+    window: int | None = None  # requests read ahead of results
+    show_progress: bool = True
+    metrics: Path | None = None
+    report: Path | None = None
+    trace: Path | None = None
+
+
+def run_batch(
+    model: str | os.PathLike[str],
+    options: BatchOptions,
+    *,
+    data_parallel_size: int = 1,
+    **engine_options: Any,
+) -> BatchSummary:
+    """Answer every line of the input that the output does not answer yet; see README.md.
+
+    A finished request is in the output file before the next step starts. RefusedOutput (a
+    ValueError) says why an output file cannot be gone on with.
+    """
+    config = Config.from_options(model, engine_options)
+    SamplingParams(**options.sampling)  # refuses bad defaults before any work starts
+    if options.input != "-" and not Path(options.input).exists():
+        raise ValueError(f"The input {options.input} does not exist.")
+    job = job_fingerprint(config, options.sampling, source=options.input, shard=options.shard)
+    with ExitStack() as stack:
+        drain = stack.enter_context(DrainOnSignal()).event
+        journal = stack.enter_context(
+            Journal(
+                options.output,
+                job,
+                fsync_interval_s=options.fsync_interval_s,
+                overwrite=options.overwrite,
+                force=options.force_resume,
+            )
+        )
+        if journal.has_line_results and not is_regular_file(options.input):
+            raise RefusedOutput(
+                f"{options.output} has results of lines without custom_id. From a pipe a job can "
+                "be gone on with by custom_id only: give every line one, or pass --overwrite."
+            )
+        started = time.monotonic()
+        llm = _make_llm(model, data_parallel_size, engine_options)
+        stack.callback(llm.close)
+        summary = BatchSummary(
+            num_done_before=journal.num_finished,
+            num_failed_before=journal.num_errors,
+            load_s=time.monotonic() - started,
+        )
+        run = _Run(llm, config, options, journal, summary, drain)
+        try:
+            run.go()
+        finally:
+            run.close()
+    return summary
+
+
+def _make_llm(
+    model: str | os.PathLike[str], data_parallel_size: int, engine_options: dict[str, Any]
+) -> LLM | DataParallelLLM:
+    if data_parallel_size == 1:
+        return LLM(model, **engine_options)
+    return DataParallelLLM(model, data_parallel_size=data_parallel_size, **engine_options)
+
+
+class _Run:
+    """Owns what one run of a job needs besides the engine and the output file."""
+
+    def __init__(
+        self,
+        llm: LLM | DataParallelLLM,
+        config: Config,
+        options: BatchOptions,
+        journal: Journal,
+        summary: BatchSummary,
+        drain: Event,
+    ) -> None:
+        self._llm = llm
+        self._options = options
+        self._journal = journal
+        self._summary = summary
+        self._drain = drain
+        self._model = Path(config.model).name
+        defaults = {**changed_fields(llm.get_default_sampling_params()), **options.sampling}
+        self._source = LineSource(options.input, drain)
+        self._reader = JobReader(
+            self._source,
+            LineParser(config.model, config.seed, defaults),
+            journal,
+            llm.get_tokenizer(),
+            shard=options.shard,
+            stop=drain,
+        )
+        self._started = time.monotonic()
+        self._total: int | None = None
+        self._stop_counting = Event()
+        self._timeline = Timeline(time.time())
+        self._trace = TraceWriter(options.trace, time.time()) if options.trace else None
+        self._progress = BatchProgress(self._standing, is_shown=options.show_progress)
+
+    def go(self) -> None:
+        """Run all that is left to do; what `drain` cuts short is left for another run."""
+        if self._options.show_progress and is_regular_file(self._options.input):
+            Thread(target=self._count_total, name="nanovllm-count", daemon=True).start()
+        if self._options.report is not None or self._trace is not None:
+            self._llm.observe_steps(self._observe)
+        prompts, params = tee(self._reader.pairs())
+        results = self._llm.generate_iter(
+            (prompt for prompt, _ in prompts),
+            (item for _, item in params),
+            window=self._options.window,
+            drain=self._drain,
+        )
+        for index, output in results:
+            self._write(index, output)
+
+    def close(self) -> None:
+        """End what runs beside the engine, and write what was asked for, complete or not."""
+        summary = self._summary
+        self._stop_counting.set()
+        self._progress.close()
+        self._source.close()
+        summary.run_s = time.monotonic() - self._started
+        summary.num_failed += self._reader.num_bad
+        summary.is_interrupted = self._drain.is_set()
+        summary.input_failure = self._source.failure
+        summary.engine = self._llm.metrics.as_dict()
+        if isinstance(self._llm, DataParallelLLM):
+            summary.notes += self._llm.faults
+        others = {name for name in self._reader.models if Path(name).name != self._model}
+        if others:
+            summary.notes.append(
+                f"Lines that name another model were run on {self._model}: "
+                f"{', '.join(sorted(others)[:5])}."
+            )
+        if self._trace is not None:
+            self._trace.close()
+        if self._options.report is not None:
+            title = f"{self._model}: {Path(self._options.input).name}"
+            write_report(self._options.report, self._timeline, title=title, facts=summary.facts())
+        if self._options.metrics is not None:
+            text = json.dumps(summary.as_dict(), indent=1)
+            self._options.metrics.write_text(text + "\n", encoding="utf-8")
+
+    def _observe(self, sample: StepSample) -> None:
+        self._timeline.add_step(sample)
+        if self._trace is not None:
+            self._trace.add_step(sample)
+
+    def _write(self, index: int, output: RequestOutput) -> None:
+        record = result_record(self._reader.take(index), output)
+        self._journal.append(record)
+        summary = self._summary
+        if output.error is not None:
+            summary.num_failed += 1
+            return
+        num_output = sum(len(answer.token_ids) for answer in output.outputs)
+        summary.num_ok += 1
+        summary.num_prompt_tokens += len(output.prompt_token_ids)
+        summary.num_cached_tokens += output.num_cached_tokens
+        summary.num_output_tokens += num_output
+        summary.finish_reasons.update(str(answer.finish_reason) for answer in output.outputs)
+        if self._options.report is not None:
+            self._timeline.add_request(len(output.prompt_token_ids), num_output)
+
+    def _standing(self) -> Standing:
+        summary, num_bad = self._summary, self._reader.num_bad
+        num_done = summary.num_ok + summary.num_failed + num_bad
+        return Standing(
+            num_done=num_done + summary.num_done_before,
+            num_done_now=num_done,
+            num_failed=summary.num_failed + num_bad + summary.num_failed_before,
+            num_output_tokens=self._llm.metrics.num_output_tokens,
+            total=self._total,
+            fraction=self._source.fraction_read,
+        )
+
+    def _count_total(self) -> None:
+        num_lines = count_lines(self._options.input, self._stop_counting)
+        if num_lines is not None:
+            which, num_shards = self._options.shard
+            self._total = max(0, (num_lines - which + num_shards - 1) // num_shards)

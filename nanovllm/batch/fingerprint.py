@@ -1,0 +1,81 @@
+"""What makes results differ: the model's files, engine options, sampling defaults, the input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nanovllm.batch.source import is_regular_file, read_head
+from nanovllm.config import Config
+from nanovllm.utils.tokenizer import find_model
+
+_VERSION = 1
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_SAMPLE_BYTES, _NUM_SAMPLES = 1 << 16, 64
+_HEAD_BYTES = 1 << 20
+
+# Options that change speed and memory, not answers: a job may be gone on with under others.
+_NEUTRAL = frozenset(
+    (
+        "model",
+        "tokenizer",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "gpu_memory_utilization",
+        "tensor_parallel_size",
+        "enforce_eager",
+        "kvcache_block_size",
+        "num_kvcache_blocks",
+        "enable_prefix_caching",
+        "enable_overlap",
+        "device",
+        "attention_backend",
+        "cpu_kvcache_space_gib",
+        "enable_request_reordering",
+    )
+)
+
+
+def job_fingerprint(
+    config: Config, defaults: Mapping[str, Any], *, source: str, shard: tuple[int, int]
+) -> dict[str, Any]:
+    """A JSON object that is equal for two runs of the same job, and says where others differ."""
+    engine = {k: v for k, v in asdict(config).items() if k not in _NEUTRAL}
+    job = {
+        "version": _VERSION,
+        "model": model_digest(find_model(config.model)),
+        "engine": engine,
+        "sampling": dict(defaults),
+        "shard": f"{shard[0]}/{shard[1]}",
+    }
+    if config.tokenizer is not None:
+        job["tokenizer"] = model_digest(find_model(config.tokenizer))
+    if is_regular_file(source):
+        job["input"] = "begins with " + _digest(read_head(source, _HEAD_BYTES))
+    normal: dict[str, Any] = json.loads(json.dumps(job, default=str))
+    return normal
+
+
+def model_digest(directory: Path) -> str:
+    """A digest of a model's files: small ones whole, weights by size and 64 samples of 64 KiB."""
+    state = hashlib.sha256()
+    for pattern in _SMALL_FILES:
+        for path in sorted(directory.glob(pattern)):
+            state.update(f"{path.name}:{path.stat().st_size}\n".encode())
+            state.update(path.read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        state.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
+                state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()[:32]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

@@ -1,0 +1,198 @@
+"""The output file: whole lines, appended as requests finish, fit to go on with after a crash."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanovllm.batch.done import IdSet, NumberSet
+from nanovllm.batch.records import dump_line, record_key
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "Choose another output, or pass --overwrite to start anew"
+_READ_BYTES = 1 << 20
+
+
+class RefusedOutput(ValueError):
+    """The output file is another job's, damaged, or in use."""
+
+
+class Journal:
+    """Owns the output file, its lock and its `.job.json`, which says what job wrote it.
+
+    Opening cuts a torn last line and reads which lines are finished. `append` may be called from
+    any thread; what it has returned from survives the death of the process, and the death of the
+    machine `fsync_interval_s` later.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        job: dict[str, Any],
+        *,
+        fsync_interval_s: float = 5.0,
+        overwrite: bool = False,
+        force: bool = False,
+    ) -> None:
+        self.path = path
+        self.job_path = path.with_name(path.name + ".job.json")
+        self.finished_ids = IdSet()
+        self.finished_lines = NumberSet()
+        self.has_line_results = False  # results that only their line's number tells apart
+        self.num_ok = self.num_errors = 0  # in the file when it was opened
+        self._fsync_interval_s = fsync_interval_s
+        self._lock = threading.Lock()
+        self._is_broken = False
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._take(job, overwrite=overwrite, force=force)
+        except BaseException:
+            os.close(self._fd)
+            self._fd = -1
+            raise
+        self._last_fsync = time.monotonic()
+
+    @property
+    def num_finished(self) -> int:
+        """Lines that were in the file when it was opened."""
+        return self.num_ok + self.num_errors
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one whole line."""
+        data = dump_line(record)
+        with self._lock:
+            # After a failed write the file may end in half a line, which must stay the last.
+            if self._is_broken:
+                raise OSError(f"{self.path}: an earlier write failed.")
+            self._is_broken = True
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._fd, view) :]
+            if time.monotonic() - self._last_fsync >= self._fsync_interval_s:
+                os.fsync(self._fd)
+                self._last_fsync = time.monotonic()
+            self._is_broken = False
+
+    def close(self) -> None:
+        """Bring everything to the disk and let go of the file. A second call does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with suppress(OSError):
+                os.fsync(fd)
+            os.close(fd)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---- opening
+
+    def _take(self, job: dict[str, Any], *, overwrite: bool, force: bool) -> None:
+        try:
+            # Not lockf: its lock goes when any descriptor of the file is closed.
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RefusedOutput(f"{self.path} is being written by another run-batch.") from error
+        if overwrite:
+            os.ftruncate(self._fd, 0)
+        if os.fstat(self._fd).st_size:
+            self._check_same_job(job, force=force)
+            self._read_finished()
+        # Before the first result: a crash must not leave results that nobody can attribute.
+        if not self.num_finished or force:
+            self._write_job(job)
+
+    def _check_same_job(self, job: dict[str, Any], *, force: bool) -> None:
+        try:
+            written_by = json.loads(self.job_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            written_by = None
+        except ValueError as error:
+            raise RefusedOutput(f"{self.job_path} is damaged: {error}. {_ADVICE}.") from error
+        if written_by == job or force:
+            return
+        if not isinstance(written_by, dict):
+            raise RefusedOutput(
+                f"{self.path} is not empty, and no {self.job_path.name} says that run-batch made "
+                f"it. {_ADVICE}."
+            )
+        old, new = _flat(written_by), _flat(job)
+        names = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
+        differences = "; ".join(f"{n}: {old.get(n)!r} then, {new.get(n)!r} now" for n in names)
+        raise RefusedOutput(
+            f"{self.path} was made by another job ({differences}). {_ADVICE}, or --force-resume to "
+            "mix both."
+        )
+
+    def _read_finished(self) -> None:
+        """Note what is finished, and cut a last line that a crash tore."""
+        good_end = end = number = 0
+        bad_number = 0
+        with open(os.dup(self._fd), "rb", buffering=_READ_BYTES) as file:
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                end += len(line)
+                try:
+                    key, is_error = _read_record(line)
+                except (ValueError, KeyError, TypeError):
+                    bad_number = bad_number or number
+                    continue
+                if bad_number:
+                    raise RefusedOutput(
+                        f"{self.path} line {bad_number} is damaged, and good lines follow. "
+                        f"Repair it. {_ADVICE}."
+                    )
+                good_end = end
+                self._note(key, is_error=is_error)
+        if good_end < end:
+            logger.warning("%s: cut %d bytes of a torn last line", self.path, end - good_end)
+            os.ftruncate(self._fd, good_end)
+
+    def _note(self, key: str | int, *, is_error: bool) -> None:
+        if isinstance(key, str):
+            self.finished_ids.add(key)
+        else:
+            self.finished_lines.add(key)
+            self.has_line_results |= not is_error
+        self.num_errors += is_error
+        self.num_ok += not is_error
+
+    def _write_job(self, job: dict[str, Any]) -> None:
+        temporary = self.job_path.with_name(f"{self.job_path.name}.{os.getpid()}.tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(job, file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.job_path)
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _read_record(line: bytes) -> tuple[str | int, bool]:
+    if not line.endswith(b"\n"):
+        raise ValueError("torn")
+    record = json.loads(line)
+    return record_key(record), record.get("error") is not None
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,104 @@
+"""Conversations as prompts: checked, and laid out by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nanovllm.engine.request_builder import BadPrompt
+
+_EXAMPLE = "{'role': 'user', 'content': 'Hello'}"
+# What `chat` has arguments for, and what it decides itself.
+_TAKEN = (
+    "conversation",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tools",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+)
+
+
+def chat_prompts(
+    tokenizer: Any,
+    messages: Any,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    tools: list[Any] | None,
+) -> list[str | BadPrompt]:
+    """The text of each conversation, or why it has none. Special tokens are written in it.
+
+    ValueError or TypeError where nothing can be right: no template, options that contradict.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise ValueError(
+            "continue_final_message=True continues the last message, so nothing may come after it. "
+            "Pass add_generation_prompt=False with it."
+        )
+    options = dict(chat_template_kwargs or {})
+    if taken := sorted(options.keys() & set(_TAKEN)):
+        raise TypeError(
+            f"chat_template_kwargs must not hold {taken[0]!r}: chat has an argument of that "
+            "name, or decides it itself."
+        )
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template. "
+            "Pass chat_template=..., or use generate."
+        )
+    options.update(
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        chat_template=chat_template,
+        tools=tools,
+    )
+    prompts: list[str | BadPrompt] = []
+    for index, conversation in enumerate(_conversations(messages)):
+        reason = _obstacle(conversation, continue_final_message=continue_final_message)
+        if reason is None:
+            try:
+                text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+                prompts.append(str(text))
+                continue
+            except Exception as error:  # a template is a program, and raises what it likes
+                what = f"{type(error).__name__}: {error}".rstrip(".")
+                reason = f"cannot be laid out by the chat template ({what})"
+        prompts.append(BadPrompt(index, None, reason))
+    return prompts
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation or several, as a list of conversations."""
+    if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping):
+        items = list(messages)
+        if any(isinstance(item, list | tuple) for item in items) or not items:
+            return items
+        if any(isinstance(item, Mapping) for item in items):
+            return [items]
+    raise TypeError(
+        f"messages must be a list of dicts such as {_EXAMPLE}, or a list of such lists, got "
+        f"{str(messages)[:80]!r} of type {type(messages).__name__}."
+    )
+
+
+def _obstacle(conversation: Any, *, continue_final_message: bool) -> str | None:
+    """What is wrong with a conversation, as a template would not say it."""
+    if not isinstance(conversation, list | tuple) or not conversation:
+        return f"must be a list of messages such as {_EXAMPLE}, got {str(conversation)[:80]!r}"
+    for place, message in enumerate(conversation):
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            return f"has message {place} of type {kind}; it must be a dict such as {_EXAMPLE}"
+        if not isinstance(message.get("role"), str):
+            return f"has message {place} without a 'role', which must be a string"
+        if "content" not in message and not message.get("tool_calls"):
+            return f"has message {place} without 'content'"
+    if continue_final_message and not isinstance(conversation[-1].get("content"), str):
+        return "has a last message without text, which continue_final_message=True continues"
+    return None

@@ -1,0 +1,391 @@
+"""Several engines on one machine behind the interface of one: `DataParallelLLM`.
+
+Requests are numbered, tokenised and checked here, as in one engine, and wait in one queue here.
+An engine is given what it can run at once and a little more, so that none idles while another has
+work.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from itertools import islice, repeat
+from multiprocessing.connection import Connection, wait
+from threading import Event
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, RunItem
+from nanovllm.data_parallel.placement import engine_environments
+from nanovllm.engine.output_processor import Request
+from nanovllm.engine.request_builder import (
+    BadPrompt,
+    Limits,
+    RequestBuilder,
+    derived_seed,
+    params_list,
+    prompt_list,
+)
+from nanovllm.generation_defaults import default_sampling_params
+from nanovllm.metrics import Metrics, StepSample
+from nanovllm.models.model_config import load_model_config
+from nanovllm.outputs import RequestOutput
+from nanovllm.run_requests import error_output
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.progress import Progress
+from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 128  # prompts tokenised at once, in a thread while the engines work
+_MAX_DEATHS = 3  # after so many engines died under it a request is given up
+_POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has no output yet."""
+
+    index: int
+    request: Request
+    seed: int
+    num_deaths: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    """One call of generate_iter: what waits here, and what is open in all."""
+
+    waiting: deque[_Open] = field(default_factory=deque)
+    open: dict[str, _Open] = field(default_factory=dict)
+
+
+class DataParallelLLM:
+    """`data_parallel_size` engines, each a process with a GPU of its own, or several for its ranks.
+
+    Owns the processes; close it, or use it in a `with` block. A process that dies has its requests
+    given to the others, and `faults` says so. Python logits processors are refused.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, data_parallel_size: int, **options: Any
+    ) -> None:
+        size = check_int("data_parallel_size", data_parallel_size, minimum=1)
+        self._config = config = Config.from_options(model, options)
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "DataParallelLLM starts processes that import your script. "
+                "Put the script's code under `if __name__ == '__main__':`."
+            )
+        self.faults: list[str] = []  # what to tell the user about engines that died
+        self._sink: Callable[[StepSample], None] | None = None
+        self._is_running = False
+        self._model_dir = find_model(config.model)
+        self._engines: list[EngineProcess] = []
+        # Ended at exit at the latest: multiprocessing would wait for the processes for ever.
+        self._finalizer = weakref.finalize(self, _close_all, self._engines)
+        try:
+            for number, variables in enumerate(engine_environments(config, size)):
+                self._engines.append(EngineProcess(number, config, variables))
+            facts = [engine.wait_until_ready() for engine in self._engines]
+        except BaseException:
+            self.close()
+            raise
+        self.max_model_len = min(item.max_model_len for item in facts)
+        self._builder = self._make_builder(facts)
+
+    def _make_builder(self, facts: list[EngineFacts]) -> RequestBuilder:
+        model_config = load_model_config(self._model_dir)
+        config = self._config
+        tokenizer = load_tokenizer(
+            self._model_dir if config.tokenizer is None else find_model(config.tokenizer)
+        )
+        limits = Limits(
+            self.max_model_len,
+            min(item.num_cache_tokens for item in facts),
+            model_config.vocab_size,
+            allows_processors=False,
+        )
+        eos_ids = stop_token_ids(self._model_dir, tokenizer, model_config.eos_token_ids)
+        return RequestBuilder(
+            tokenizer, limits, eos_ids, config.seed, is_taken=lambda request_id: False
+        )
+
+    # ---- what LLM has
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        return_errors: bool = False,
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`: the same outputs in the same order, from all engines."""
+        items, _ = prompt_list(prompts)
+        params = params_list(sampling_params or self.get_default_sampling_params(), len(items))
+        built = self._builder.build(items, params)
+        bad = [item for item in built if isinstance(item, BadPrompt)]
+        if bad and not return_errors:
+            reasons = "\n".join(f"prompt {item.index} {item.reason}." for item in bad[:20])
+            raise ValueError(f"{reasons}\n{len(bad)} prompt(s) cannot run; nothing was started.")
+        outputs: dict[int, RequestOutput] = {}
+        with Progress(use_tqdm, len(items)) as progress:
+            for index, output in self._run(iter([built]), window=len(items) + 1, drain=None):
+                outputs[index] = output
+                num_out = sum(len(answer.token_ids) for answer in output.outputs)
+                progress.show_finished(len(output.prompt_token_ids), num_out)
+                progress.show_state(*self.load())
+        return [outputs[index] for index in range(len(items))]
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Any],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        window: int | None = None,
+        drain: Event | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `LLM.generate_iter`; `window` counts the requests of all engines."""
+        params = sampling_params or self.get_default_sampling_params()
+        params_iter = repeat(params) if isinstance(params, SamplingParams) else iter(params)
+        pairs = zip(prompts, params_iter, strict=False)
+
+        def chunks() -> Iterator[list[Request | BadPrompt]]:
+            while chunk := list(islice(pairs, _CHUNK)):
+                items, chunk_params = zip(*chunk, strict=True)
+                yield self._builder.build(list(items), list(chunk_params))
+
+        num_alive = max(sum(engine.is_alive for engine in self._engines), 1)
+        window = window or 4 * self._config.max_num_seqs * num_alive
+        return self._run(chunks(), window=window, drain=drain)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer. ValueError where it has none."""
+        if self._builder.tokenizer is None:
+            raise ValueError(f"{self._model_dir} has no tokenizer.")
+        return self._builder.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config asks for."""
+        return default_sampling_params(self._model_dir)
+
+    def observe_steps(self, sink: Callable[[StepSample], None] | None) -> None:
+        """Call `sink` with what each step of each engine did, a moment later; None: no more."""
+        self._sink = sink
+        for engine in self._alive():
+            engine.send(("observe", sink is not None))
+
+    @property
+    def metrics(self) -> Metrics:
+        """The counters of all engines added up, as of their last reports."""
+        total = Metrics()
+        for item in fields(Metrics):
+            values = (getattr(engine.metrics, item.name) for engine in self._engines)
+            setattr(total, item.name, sum(values))
+        return total
+
+    def load(self) -> tuple[int, int, float]:
+        """Sequences running and waiting in all engines, and the mean share of KV blocks in use."""
+        loads = [engine.load for engine in self._engines if engine.is_alive] or [(0, 0, 0.0)]
+        running, waiting, kv_use = zip(*loads, strict=True)
+        return sum(running), sum(waiting), sum(kv_use) / len(loads)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the engines that are alive."""
+        return [engine.pid for engine in self._engines if engine.is_alive]
+
+    def close(self) -> None:
+        """End the engines. A second call does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> DataParallelLLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---- the loop
+
+    def _run(
+        self, chunks: Iterator[list[Request | BadPrompt]], *, window: int, drain: Event | None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        if self._is_running:
+            raise RuntimeError("One generate at a time: finish or close the last generate_iter.")
+        self._is_running = True
+        job, num_read, is_drained = _Job(), 0, False
+        woken, waker = multiprocessing.Pipe(duplex=False)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenize") as pool:
+
+                def read_ahead() -> Future[list[Request | BadPrompt] | None]:
+                    future = pool.submit(next, chunks, None)
+                    future.add_done_callback(lambda _: waker.send(None))
+                    return future
+
+                ahead: Future[list[Request | BadPrompt] | None] | None = read_ahead()
+                while ahead is not None or job.open:
+                    if drain is not None and drain.is_set() and not is_drained:
+                        ahead, is_drained = None, True
+                        self._drop_waiting(job)
+                    while ahead is not None and ahead.done() and len(job.open) < window:
+                        built = ahead.result()
+                        ahead = None if built is None else read_ahead()
+                        yield from self._take_in(built or [], num_read, job)
+                        num_read += len(built or [])
+                    self._hand_out(job, is_complete=ahead is None)
+                    if ahead is not None or job.open:
+                        yield from self._receive(job, woken)
+        finally:
+            self._is_running = False
+            for engine in self._alive():
+                engine.send(("abort", list(engine.open)))
+                engine.forget_all()
+                engine.is_recalling = engine.is_draining = False
+            woken.close()
+            waker.close()
+
+    def _take_in(
+        self, built: list[Request | BadPrompt], num_read: int, job: _Job
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        for index, item in enumerate(built, num_read):
+            if isinstance(item, BadPrompt):
+                yield index, error_output(item, index)
+                continue
+            seed = item.params.seed
+            if seed is None:
+                seed = derived_seed(self._config.seed, int(item.request_id))
+            opened = _Open(index, item, seed)
+            job.open[item.request_id] = opened
+            job.waiting.append(opened)
+
+    def _hand_out(self, job: _Job, *, is_complete: bool) -> None:
+        """Give waiting requests to the engines with the most room, the emptiest first."""
+        batches: dict[int, list[RunItem]] = {}
+        alive = self._alive()
+        while job.waiting and alive:
+            engine = min(alive, key=lambda item: item.num_open_seqs)
+            if not engine.has_room:
+                break
+            opened = job.waiting.popleft()
+            request = opened.request
+            engine.take(request.request_id, request.params.n)
+            batches.setdefault(engine.number, []).append(
+                RunItem(
+                    request.request_id,
+                    request.prompt,
+                    request.prompt_token_ids,
+                    request.params,
+                    opened.seed,
+                )
+            )
+        for number, items in batches.items():
+            self._engines[number].send(("run", items))
+        if is_complete and not job.waiting:
+            self._level(alive)
+
+    def _level(self, alive: list[EngineProcess]) -> None:
+        """At the end of the queue: what waits in one engine goes to another that has run dry."""
+        if not any(not engine.open for engine in alive):
+            return
+        for engine in alive:
+            num_waiting = engine.load[1]
+            if num_waiting and not engine.is_recalling:
+                engine.is_recalling = True
+                engine.send(("recall", (num_waiting + 1) // 2))
+
+    def _drop_waiting(self, job: _Job) -> None:
+        for opened in job.waiting:
+            del job.open[opened.request.request_id]
+        job.waiting.clear()
+        for engine in self._alive():
+            engine.is_draining = True
+            engine.send(("recall", None))
+
+    def _receive(self, job: _Job, woken: Connection) -> Iterator[tuple[int, RequestOutput]]:
+        """Wait for news from the engines or the reader, and deal with it."""
+        connections = {engine.connection: engine for engine in self._alive()}
+        if not connections:
+            raise RuntimeError("All engines have died:\n" + "\n".join(self.faults))
+        for ready in wait([*connections, woken], timeout=_POLL_S):
+            if ready is woken:
+                woken.recv()
+                continue
+            engine = connections[ready]  # type: ignore[index]  # `wait` gives back what it was given
+            try:
+                kind, payload = engine.receive()
+            except (EOFError, OSError):
+                yield from self._bury(engine, job)
+                continue
+            if kind == "failed":
+                engine.failure = payload
+            elif kind == "returned":
+                self._take_back(engine, payload, job)
+            else:
+                yield from self._finish(engine, payload, job)
+
+    def _finish(
+        self, engine: EngineProcess, outputs: list[RequestOutput], job: _Job
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        if self._sink is not None:
+            for sample in engine.samples:
+                self._sink(sample)
+        engine.samples.clear()
+        for output in outputs:
+            engine.forget(output.request_id)
+            opened = job.open.pop(output.request_id, None)
+            if opened is not None:
+                yield opened.index, output
+
+    def _take_back(self, engine: EngineProcess, request_ids: list[str], job: _Job) -> None:
+        engine.is_recalling = False
+        if not request_ids:  # all that waits there has run before: do not ask again at once
+            engine.load = (engine.load[0], 0, engine.load[2])
+        for request_id in request_ids:
+            engine.forget(request_id)
+            opened = job.open.get(request_id)
+            if opened is None:
+                continue
+            if engine.is_draining:
+                del job.open[request_id]
+            else:
+                job.waiting.append(opened)
+        engine.is_draining = False
+
+    def _bury(self, engine: EngineProcess, job: _Job) -> Iterator[tuple[int, RequestOutput]]:
+        """An engine is gone: its requests go to the others, but for those that kill engines."""
+        lost = [job.open[request_id] for request_id in engine.open if request_id in job.open]
+        engine.forget_all()
+        self.faults.append(f"{engine.end()} {len(lost)} open requests went to other engines.")
+        logger.error("%s", self.faults[-1])
+        if engine.is_draining:
+            for opened in lost:  # not known to have begun: left for another run
+                del job.open[opened.request.request_id]
+            return
+        for opened in reversed(lost):
+            opened.num_deaths += 1
+            if opened.num_deaths < _MAX_DEATHS:
+                job.waiting.appendleft(opened)
+                continue
+            del job.open[opened.request.request_id]
+            reason = f"was given up: {opened.num_deaths} engines died while they had it"
+            bad = BadPrompt(opened.index, opened.request.prompt, reason)
+            yield opened.index, error_output(bad, opened.index)
+
+    def _alive(self) -> list[EngineProcess]:
+        return [engine for engine in self._engines if engine.is_alive]
+
+
+def _close_all(engines: list[EngineProcess]) -> None:
+    for engine in engines:
+        engine.ask_to_stop()
+    for engine in engines:
+        engine.close()

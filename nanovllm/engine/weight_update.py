@@ -1,0 +1,43 @@
+"""New weights on their way to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_PART_BYTES = 32 * 2**20  # the channel keeps room for several of the largest message
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def weight_list(weights: Iterable[tuple[str, Any]]) -> list[NamedTensor]:
+    """All pairs, so that a wrong one is found before any weight is changed."""
+    pairs = []
+    for index, pair in enumerate(weights):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"weights must be (name, tensor) pairs, got {pair!r} at {index}.")
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"weights must be (name, tensor) pairs, got ({type(name).__name__}, "
+                f"{type(tensor).__name__}) at {index}."
+            )
+        pairs.append((name, tensor.detach()))
+    return pairs
+
+
+def weight_parts(weights: list[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Parts of limited size for the channel to the workers, on the host."""
+    part: list[NamedTensor] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        if part and num_bytes + tensor.nbytes > _PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        # Contiguous and its own: pickling a view would send all that it is a view of.
+        part.append((name, tensor.cpu().clone(memory_format=torch.contiguous_format)))
+        num_bytes += tensor.nbytes
+    if part:
+        yield part

@@ -1,0 +1,106 @@
+"""The narrow projections of decode batches (attention output, MLP down), K split over programs.
+
+With few output features a library GEMM leaves most of a GPU idle. Here each program sums a share of
+K, and the norm that follows anyway adds the float32 shares up in a fixed order.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+
+_MAX_ROWS = 256
+_MAX_OUT_FEATURES = 1024  # wider ones fill an H200 by themselves
+_NUM_SPLITS = 4
+# Up to so many rows: block_m, block_n, block_k, stages; 4 warps. Measured on an H200 at
+# [1024, 2048] and [1024, 3072], see tests/gpu/bench_kernels.py.
+_CONFIGS = {
+    16: (16, 32, 128, 4),
+    32: (32, 32, 128, 4),
+    128: (64, 64, 128, 4),
+    256: (128, 64, 64, 5),
+}
+
+
+def split_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `x @ weight.T`, or float32 [num_splits, num_rows, out_features] that sum up to it.
+
+    For `add_rms_norm`, which takes either.
+
+    x: [num_rows, in_features], rows may be strided; weight: [out_features, in_features]
+    """
+    out_features, in_features = weight.shape
+    fits = out_features <= _MAX_OUT_FEATURES and out_features % 64 == 0
+    fits = fits and in_features % (128 * _NUM_SPLITS) == 0 and 0 < x.shape[0] <= _MAX_ROWS
+    if fits and use_triton(x) and x.dtype != torch.float32:
+        return split_gemm_triton(x, weight)
+    return split_gemm_reference(x, weight)
+
+
+def split_gemm_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Plain torch form of `split_gemm`: the whole sum."""
+    return F.linear(x, weight)
+
+
+def split_gemm_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Triton form of `split_gemm`: always shares, [num_splits, num_rows, out_features] float32."""
+    num_rows, in_features = x.shape
+    out_features = weight.shape[0]
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
+    block_m, block_n, block_k, num_stages = next(
+        config for limit, config in _CONFIGS.items() if num_rows <= limit
+    )
+    shape = (_NUM_SPLITS, num_rows, out_features)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    # Row tiles first: those that read the same weights run together.
+    grid = (triton.cdiv(num_rows, block_m), out_features // block_n, _NUM_SPLITS)
+    _split_gemm_kernel[grid](
+        x, weight, out, num_rows, x.stride(0), OUT_FEATURES=out_features,
+        IN_FEATURES=in_features, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        NUM_SPLITS=_NUM_SPLITS, num_warps=4, num_stages=num_stages, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
+def _split_gemm_kernel(
+    x, weight, out, num_rows, x_stride,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = IN_FEATURES // NUM_SPLITS
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Weights no kernel writes: they come into L2 while the kernel before still runs.
+        lines = weight + columns[:, None] * IN_FEATURES + split * SHARE
+        lines += tl.arange(0, BLOCK_K // 64)[None, :] * 64
+        for offset in range(0, SHARE, BLOCK_K):
+            _prefetch(lines + offset)
+        # Not inside the loop, whose pipelining would move loads above it.
+        tl.extra.cuda.gdc_wait()
+    features = split * SHARE + tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last one: cheaper than a mask, and never stored.
+    x_pointers = x + tl.minimum(rows, num_rows - 1)[:, None] * x_stride + features[None, :]
+    weight_pointers = weight + columns[None, :] * IN_FEATURES + features[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(0, SHARE, BLOCK_K):
+        sums = tl.dot(tl.load(x_pointers), tl.load(weight_pointers), sums)
+        x_pointers += BLOCK_K
+        weight_pointers += BLOCK_K
+    out_pointers = out + (split * num_rows + rows)[:, None] * OUT_FEATURES + columns[None, :]
+    tl.store(out_pointers, sums, mask=rows[:, None] < num_rows)
+
+
+@triton.jit
+def _prefetch(lines):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,156 @@
+"""Log-probabilities of given continuations: what multiple-choice evaluations ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request_builder import prompt_list
+from nanovllm.outputs import RequestOutput, Score
+from nanovllm.run_requests import checked, run_requests
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.progress import Progress
+
+_TOKENIZE_BATCH = 512
+# The token that is drawn behind the continuation is thrown away: a request draws at least one.
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+TokenPair = tuple[list[int], list[int]]  # of a context and of its continuation
+
+
+def score_continuations(
+    engine: LLMEngine,
+    contexts: Any,
+    continuations: Any,
+    *,
+    use_tqdm: bool | Callable[..., Any] = True,
+) -> list[Score]:
+    """Look up the log-probability of each continuation after its context.
+
+    Logits are computed from the context's last token on only, so whatever full blocks contexts
+    share is computed once and taken from the prefix cache.
+    """
+    pairs = encode_pairs(engine.tokenizer, *_paired(contexts, continuations))
+    with Progress(use_tqdm, len(pairs)) as progress:
+        prompts: list[Any] = [context + continuation for context, continuation in pairs]
+        built = engine.builder.build(
+            prompts, [_PARAMS] * len(prompts), on_progress=progress.show_tokenized
+        )
+        requests = checked(built, advice="Nothing was started.")
+        for request, (context, _) in zip(requests, pairs, strict=True):
+            request.seqs[0].prompt_logprobs_from = len(context)
+        done = run_requests(engine, requests, progress)
+    return [
+        _score(done[request.request_id], len(context))
+        for request, (context, _) in zip(requests, pairs, strict=True)
+    ]
+
+
+def encode_pairs(
+    tokenizer: Any | None, contexts: list[Any], continuations: list[Any]
+) -> list[TokenPair]:
+    """Ids of contexts and continuations, which are texts or ids already.
+
+    Two texts are encoded as one and cut behind as many tokens as the context has alone, and spaces
+    at the end of a context count as the continuation's: that is how lm-evaluation-harness does it.
+    An empty text as context stands for the tokenizer's bos, or its eos where it has none.
+    """
+    encode = _Encoder(tokenizer)
+    pairs: list[TokenPair] = []
+    for start in range(0, len(contexts), _TOKENIZE_BATCH):
+        rows = range(start, min(len(contexts), start + _TOKENIZE_BATCH))
+        moved = [_with_spaces_moved(contexts[i], continuations[i]) for i in rows]
+        encode.prepare([context for context, _ in moved if isinstance(context, str)])
+        encode.prepare([a + b for a, b in moved if isinstance(a, str) and isinstance(b, str)])
+        pairs += [encode.pair(index, *pair) for index, pair in zip(rows, moved, strict=True)]
+        encode.forget()
+    return pairs
+
+
+class _Encoder:
+    """Owns the ids of texts of one batch; each text is encoded once."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}
+
+    def prepare(self, texts: list[str]) -> None:
+        todo = [text for text in dict.fromkeys(texts) if text and text not in self._known]
+        if todo:
+            encoded = self._live_tokenizer()(todo)["input_ids"]
+            self._known.update(zip(todo, encoded, strict=True))
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def pair(self, index: int, context: Any, continuation: Any) -> TokenPair:
+        if isinstance(context, str) and isinstance(continuation, str) and context:
+            first = self._known[context]
+            second = self._known[context + continuation][len(first) :]
+        else:
+            first = self._known[context] if isinstance(context, str) and context else context
+            second = self._plain(continuation) if isinstance(continuation, str) else continuation
+            if first == "":
+                prefix = self._prefix_id()
+                first = [prefix]
+                if isinstance(continuation, str) and second[:1] == first:
+                    second = second[1:]
+        for name, ids in (("context", first), ("continuation", second)):
+            if not isinstance(ids, list | tuple):
+                raise TypeError(
+                    f"{name} {index} must be a string or token ids, got {type(ids).__name__}."
+                )
+            if not ids:
+                raise ValueError(f"{name} {index} has no token of its own. Give it at least one.")
+        return list(first), list(second)
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._live_tokenizer().encode(text, add_special_tokens=False)
+        return ids
+
+    def _prefix_id(self) -> int:
+        tokenizer = self._live_tokenizer()
+        for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            if token_id is not None:
+                return int(token_id)
+        raise ValueError("An empty context needs a tokenizer with a bos or eos token.")
+
+    def _live_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise ValueError("The model has no tokenizer: pass token ids.")
+        return self._tokenizer
+
+
+def _paired(contexts: Any, continuations: Any) -> tuple[list[Any], list[Any]]:
+    """One context for each continuation; a single one is shared by all."""
+    firsts, is_shared = prompt_list(contexts)
+    seconds, _ = prompt_list(continuations)
+    if is_shared:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise ValueError(
+            f"contexts has {len(firsts)} entries for {len(seconds)} continuations. "
+            "Pass one context for all, or exactly one for each continuation."
+        )
+    return firsts, seconds
+
+
+def _with_spaces_moved(context: Any, continuation: Any) -> tuple[Any, Any]:
+    if isinstance(context, str) and isinstance(continuation, str):
+        bare = context.rstrip()
+        return bare, context[len(bare) :] + continuation
+    return context, continuation
+
+
+def _score(output: RequestOutput, start: int) -> Score:
+    token_ids = output.prompt_token_ids[start:]
+    positions = output.prompt_logprobs[start:] if output.prompt_logprobs else []
+    found = [
+        position[token_id]
+        for position, token_id in zip(positions, token_ids, strict=True)
+        if position is not None
+    ]
+    logprobs = [item.logprob for item in found]
+    is_greedy = all(item.rank == 1 for item in found)
+    return Score(sum(logprobs), is_greedy, token_ids, logprobs)

@@ -1,0 +1,137 @@
+"""The output file: appended line by line, cut and gone on with, refused when it is another job's."""
+
+import json
+
+import pytest
+
+from nanovllm.batch.done import IdSet, NumberSet
+from nanovllm.batch.journal import Journal, RefusedOutput
+
+JOB = {"model": "m", "engine": {"dtype": "float32"}}
+
+
+def ok(custom_id):
+    return {"custom_id": custom_id, "response": {"status_code": 200}, "error": None}
+
+
+def write(path, *records, job=JOB):
+    with Journal(path, job) as journal:
+        for record in records:
+            journal.append(record)
+
+
+def test_what_was_appended_is_there_at_once_and_known_next_time(tmp_path):
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path, JOB, fsync_interval_s=1e9)
+    journal.append(ok("a"))
+    assert json.loads(path.read_text()) == ok("a")
+    journal.append({"prompt": "x", "output": "y", "input_line": 4})
+    journal.append({"custom_id": None, "response": None, "error": {"code": "c", "line": 9}})
+    journal.close()
+    again = Journal(path, JOB)
+    assert "a" in again.finished_ids and 4 in again.finished_lines and 9 in again.finished_lines
+    assert 5 not in again.finished_lines and "b" not in again.finished_ids
+    assert (again.num_ok, again.num_errors, again.has_line_results) == (2, 1, True)
+    again.close()
+
+
+@pytest.mark.parametrize("torn", [b'{"custom_id": "b', b"{}", b"\0\0\0\n", b"\n\0", b'{"a": 1}\n'])
+def test_a_torn_last_line_is_cut(tmp_path, torn):
+    path = tmp_path / "out.jsonl"
+    write(path, ok("a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    with Journal(path, JOB) as journal:
+        assert path.read_bytes() == whole
+        journal.append(ok("b"))
+    assert [json.loads(line)["custom_id"] for line in path.open()] == ["a", "b"]
+
+
+def test_a_file_torn_at_any_byte_can_be_gone_on_with(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, ok("a"), ok("ü"), ok("c"))
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        Journal(path, JOB).close()
+        assert path.stat().st_size == max((end for end in ends if end <= size), default=0), size
+
+
+def test_damage_before_good_lines_is_refused_and_nothing_is_cut(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, ok("a"))
+    damaged = b"garbage\n" + path.read_bytes()
+    path.write_bytes(damaged)
+    with pytest.raises(RefusedOutput, match="line 1 is damaged, and good lines follow"):
+        Journal(path, JOB)
+    assert path.read_bytes() == damaged
+
+
+def test_another_jobs_file_is_refused_unless_told(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, ok("a"))
+    other = {"model": "m", "engine": {"dtype": "bfloat16"}}
+    with pytest.raises(RefusedOutput, match="engine.dtype: 'float32' then, 'bfloat16' now"):
+        Journal(path, other)
+    Journal(path, other, force=True).close()
+    Journal(path, other).close()  # told once, it is that job's file now
+    with Journal(path, JOB, overwrite=True) as journal:
+        assert journal.num_finished == 0 and path.stat().st_size == 0
+
+
+def test_a_file_that_we_did_not_make_is_refused(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("precious\n")
+    with pytest.raises(RefusedOutput, match="no notes.txt.job.json says that run-batch made it"):
+        Journal(path, JOB)
+    assert path.read_text() == "precious\n"
+
+
+def test_two_jobs_cannot_write_one_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with Journal(path, JOB), pytest.raises(RefusedOutput, match="another run-batch"):
+        Journal(path, JOB)
+    Journal(path, JOB).close()
+
+
+def test_nothing_is_written_behind_half_a_line(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path, JOB)
+    real_write = __import__("os").write
+
+    def full_disk(fd, data):
+        if len(data) > 20:
+            return real_write(fd, data[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nanovllm.batch.journal.os.write", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        journal.append({**ok("a"), "x": "y" * 7 + "z" * 20})
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="earlier write failed"):
+        journal.append(ok("b"))
+    journal.close()
+    with Journal(path, JOB) as again:
+        assert again.num_finished == 0 and path.stat().st_size == 0
+
+
+def test_sets_of_what_is_done():
+    ids, numbers = IdSet(), NumberSet()
+    assert ids.add("a") and not ids.add("a") and ids.discard("a") and not ids.discard("a")
+    assert numbers.add(100_000) and not numbers.add(100_000)
+    assert 100_000 in numbers and 99_999 not in numbers and 10**9 not in numbers
+    assert len(numbers) == 1
+
+
+def test_a_set_of_ids_agrees_with_pythons():
+    ids, expected = IdSet(), set()
+    for i in range(40_000):
+        text = f"id-{i * 7919 % 30_011}"
+        assert ids.add(text) == (text not in expected)
+        expected.add(text)
+        if i % 3 == 0:
+            gone = f"id-{i}"
+            assert ids.discard(gone) == (gone in expected)
+            expected.discard(gone)
+    assert len(ids) == len(expected) and all(text in ids for text in expected)

@@ -1,0 +1,207 @@
+"""Whole jobs on the demo model: what comes out, what a second run does, what stops one."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from batch_jobs import ENGINE, MODEL, command, environment, requests, results
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import BatchOptions, RefusedOutput, run_batch
+from nanovllm.batch.records import line_seed
+
+
+def run(source, output, *, engine=None, **options):
+    options = BatchOptions(str(source), output, show_progress=False, **options)
+    return run_batch(MODEL, options, **{**ENGINE, **(engine or {})})
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(requests(24), encoding="utf-8")
+    return path
+
+
+def test_every_line_has_its_answer_and_bad_ones_their_reason(tmp_path, source):
+    summary = run(source, tmp_path / "out.jsonl", metrics=tmp_path / "m.json")
+    found = results(tmp_path / "out.jsonl")
+    assert (summary.num_ok, summary.num_failed, summary.exit_code) == (24, 2, 1)
+    errors = {key: value for key, value in found.items() if isinstance(key, tuple)}
+    assert len(errors) == 2 and len(found) == 26
+    assert "custom_id 'größe-0' was on an earlier line" in errors["error", 15]
+    assert "not valid JSON" in errors["error", 10]
+    assert found["größe-0"] == "10" and found["größe-3"] == "16"
+    metrics = json.loads((tmp_path / "m.json").read_text())
+    assert metrics["num_ok"] == 24 and metrics["engine"]["num_finished_requests"] == 24
+
+
+def test_a_line_is_answered_as_the_library_would(tmp_path, source):
+    run(source, tmp_path / "out.jsonl")
+    found = results(tmp_path / "out.jsonl")
+    with LLM(MODEL, **ENGINE) as llm:
+        params = SamplingParams(temperature=0.9, max_tokens=5, seed=line_seed(0, "größe-1"))
+        (output,) = llm.generate("And the LORD said", params, use_tqdm=False)
+    assert found["größe-1"] == output["text"]
+
+
+def test_a_second_run_does_nothing(tmp_path, source):
+    run(source, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = run(source, tmp_path / "out.jsonl")
+    assert (again.num_ok, again.num_done_before, again.num_failed_before) == (0, 26, 2)
+    assert again.exit_code == 1, "failures of the first run are still failures of the job"
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_half_a_job_is_gone_on_with_under_other_speed_options(tmp_path, source):
+    run(source, tmp_path / "whole.jsonl")
+    run(source, tmp_path / "out.jsonl")
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[3:14]) + lines[20][:9])
+    summary = run(source, tmp_path / "out.jsonl", engine={"max_num_seqs": 2}, window=2)
+    assert summary.num_done_before == 11
+    assert results(tmp_path / "out.jsonl") == results(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        ({"engine": {"seed": 1}}, "engine.seed: 0 then, 1 now"),
+        ({"sampling": {"top_p": 0.5}}, "sampling.top_p: None then, 0.5 now"),
+        ({"shard": (0, 2)}, "shard: '0/1' then, '0/2' now"),
+    ],
+    ids=["engine", "sampling", "shard"],
+)
+def test_other_parameters_are_refused_unless_told(tmp_path, source, change, difference):
+    run(source, tmp_path / "out.jsonl")
+    with pytest.raises(RefusedOutput, match=difference):
+        run(source, tmp_path / "out.jsonl", **change)
+    assert run(source, tmp_path / "out.jsonl", force_resume=True, **change).num_ok == 0
+    assert run(source, tmp_path / "out.jsonl", overwrite=True, **change).num_ok > 0
+
+
+def test_another_model_or_another_input_is_refused(tmp_path, source):
+    run(source, tmp_path / "out.jsonl")
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in MODEL.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    options = BatchOptions(str(source), tmp_path / "out.jsonl", show_progress=False)
+    assert run_batch(copy, options, **ENGINE).num_ok == 0, "the same files elsewhere are the same"
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    with pytest.raises(RefusedOutput, match="made by another job .model"):
+        run_batch(copy, options, **ENGINE)
+    source.write_text(requests(25), encoding="utf-8")
+    with pytest.raises(RefusedOutput, match="input: 'begins with"):
+        run(source, tmp_path / "out.jsonl")
+
+
+def test_shards_answer_each_line_once(tmp_path, source):
+    run(source, tmp_path / "whole.jsonl")
+    merged = b""
+    for i in range(3):
+        run(source, tmp_path / f"{i}.jsonl", shard=(i, 3))
+        merged += (tmp_path / f"{i}.jsonl").read_bytes()
+    (tmp_path / "merged.jsonl").write_bytes(merged)
+    whole, found = results(tmp_path / "whole.jsonl"), results(tmp_path / "merged.jsonl")
+    assert {k: v for k, v in found.items() if k in whole} == whole
+
+
+def test_compressed_input_from_a_pipe_resumes_by_custom_id(tmp_path):
+    lines = [
+        {
+            "custom_id": f"c{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"1{i}+4=", "temperature": 0},
+        }
+        for i in range(8)
+    ]
+    text = "\n".join(map(json.dumps, lines)).encode()
+    words = command("-", tmp_path / "out.jsonl", "--quiet")
+    for data in (text[: len(text) // 2].rpartition(b"\n")[0], gzip.compress(text)):
+        done = subprocess.run(words, input=data, env=environment(), check=False)
+        assert done.returncode == 0
+    expected = {f"c{i}": str(14 + i) for i in range(8)}
+    assert results(tmp_path / "out.jsonl") == expected
+    plain = json.dumps({"prompt": "1+1=", "row": 0}).encode()
+    words = command("-", tmp_path / "plain.jsonl", "--quiet")
+    assert subprocess.run(words, input=plain, env=environment(), check=False).returncode == 0
+    refused = subprocess.run(
+        words, input=plain, env=environment(), check=False, capture_output=True
+    )
+    assert refused.returncode == 2 and b"by custom_id only" in refused.stderr
+
+
+def test_only_bad_lines_still_make_a_job(tmp_path):
+    (tmp_path / "in.jsonl").write_text("{\n" * 300)
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert (summary.num_ok, summary.num_failed, summary.exit_code) == (0, 300, 1)
+    (tmp_path / "empty.jsonl").write_text("")
+    assert run(tmp_path / "empty.jsonl", tmp_path / "none.jsonl").exit_code == 0
+
+
+def test_a_cut_archive_is_done_as_far_as_it_goes_and_told(tmp_path):
+    text = "".join(json.dumps({"prompt": f"1{i}+4=", "row": i}) + "\n" for i in range(200))
+    (tmp_path / "in.gz").write_bytes(gzip.compress(text.encode(), compresslevel=1)[:-30])
+    summary = run(tmp_path / "in.gz", tmp_path / "out.jsonl")
+    assert summary.exit_code == 2 and "cannot be read after line" in summary.input_failure
+    assert summary.num_ok == len(results(tmp_path / "out.jsonl")) > 0
+
+
+def test_a_chat_without_a_template_is_the_lines_fault(tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": "1+1="}], "chat_template": "{{ oops("},
+        {"messages": [{"role": "user", "content": "11+1="}], "temperature": 0},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert (summary.num_ok, summary.num_failed) == (1, 1)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert "chat template refused" in records[0]["error"]["message"]
+    assert records[1]["output"] == "12"
+
+
+def start_long_job(tmp_path):
+    """A job that runs for minutes, once its first results are there."""
+    lines = [{"prompt": "And the LORD", "row": i, "temperature": 1} for i in range(4000)]
+    lines = [{**line, "max_tokens": 30, "ignore_eos": True} for line in lines]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    output = tmp_path / "out.jsonl"
+    process = subprocess.Popen(
+        command(tmp_path / "in.jsonl", output),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    while process.poll() is None and not (output.exists() and output.stat().st_size):
+        time.sleep(0.01)
+    return process, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_the_first_signal_lets_what_runs_finish(tmp_path, number):
+    process, output = start_long_job(tmp_path)
+    before = len(output.read_bytes().splitlines())
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Finishing what runs" in err and b"the same command goes on" in out
+    assert before < len(results(output)) < 4000
+
+
+def test_the_second_signal_stops_at_once(tmp_path):
+    process, output = start_long_job(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(results(output)) < 4000

@@ -1,0 +1,96 @@
+"""The command line as a person meets it."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nanovllm.__main__ import _ENGINE_HELP, main
+from nanovllm.config import Config
+
+MODEL = str(Path(__file__).parent / "tiny-qwen3")
+ENGINE = ["--model", MODEL, "--device", "cpu", "--dtype", "float32"]
+ENGINE += ["--cpu-kvcache-space-gib", "0.05", "--max-num-seqs", "8"]
+
+
+def test_generate_prints_the_answer(capsys):
+    assert main(["generate", "12+34=", *ENGINE, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "46\n"
+    assert main(["generate", "--chat", "12+34=", *ENGINE, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "46\n"
+    many = ["--n", "2", "--max-tokens", "3", "--ignore-eos"]
+    assert main(["generate", "And the", *ENGINE, *many]) == 0
+    assert capsys.readouterr().out.count("---") == 1
+
+
+def test_bench_prints_a_rate(capsys):
+    sizes = ["--num-prompts", "4", "--input-len", "5", "--output-len", "3", "--quiet"]
+    assert main(["bench", *ENGINE, *sizes]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4 requests, 20 tokens in, 12 out in") and "tokens out/s" in out
+
+
+def test_models_lists_architectures(capsys):
+    assert main(["models"]) == 0
+    assert "Qwen3ForCausalLM" in capsys.readouterr().out
+
+
+def test_run_batch_sums_up_and_its_exit_code_tells(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "12+34="}\n{"prompt": 5}\n')
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    files += ["--report", str(tmp_path / "r.html"), "--trace", str(tmp_path / "t.json")]
+    assert main(["run-batch", *files, *ENGINE, "--temperature", "0"]) == 1
+    captured = capsys.readouterr()
+    assert "requests ok" in captured.out and "time by phase" in captured.out
+    assert "2 of 2 | 100%" in captured.err
+    assert (tmp_path / "r.html").stat().st_size > 5000
+    assert (tmp_path / "t.json").stat().st_size > 500
+    assert main(["run-batch", *files, *ENGINE]) == 2, "without --temperature it is another job"
+    assert "sampling.temperature: 0.0 then, None now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (["run-batch", "-i", "none.jsonl", "-o", "o", *ENGINE], "none.jsonl does not exist"),
+        (["run-batch", "-i", "-", "-o", "o", *ENGINE, "--top-p", "3"], "top_p must be"),
+        (["generate", "x", "--model", "/nowhere"], "is no directory"),
+        (["generate", "x", *ENGINE, "--kvcache-block-size", "5"], "kvcache_block_size"),
+    ],
+    ids=["input", "sampling", "model", "engine"],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, reason, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("nanovllm: ") and reason in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_shard_must_be_one_of_its_number(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run-batch", "-i", "-", "-o", "o", "--model", "m", "--shard", "3/3"])
+    assert "must be I/N with I from 0 to N-1, got '3/3'" in capsys.readouterr().err
+
+
+def test_every_engine_option_is_there_and_explained(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["run-batch", "--help"])
+    text = capsys.readouterr().out
+    for item in fields(Config):
+        if item.name not in ("model", "trust_remote_code"):
+            assert "--" + item.name.replace("_", "-") in text
+            assert item.name in _ENGINE_HELP, f"explain {item.name} in __main__._ENGINE_HELP"
+
+
+def test_python_m_nanovllm_works():
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", "--help"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(name in done.stdout for name in ("run-batch", "generate", "bench", "models"))

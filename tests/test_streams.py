@@ -1,0 +1,395 @@
+"""Results as they come: streams of text, lazy iterables, stop rules and the progress bar."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.lazy import _MAX_CHUNK
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(tiny_model, device="cpu", dtype="float32", num_kvcache_blocks=128) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(llm):
+    yield
+    assert llm.is_finished()
+    scheduler = llm._engine.scheduler
+    assert scheduler.num_running == 0 and scheduler.blocks.num_free_blocks == 128
+    scheduler.check_invariants()
+    assert llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].finished
+
+
+def spelled(llm, text: str, **fields) -> SamplingParams:
+    """Parameters under which the model has no choice but to write `text`, then eos."""
+    ids = [*llm.get_tokenizer().encode(text, add_special_tokens=False), 2]
+
+    def force(output, logits):
+        logits[:] = float("-inf")
+        logits[ids[len(output)]] = 0.0
+        return logits
+
+    return SamplingParams(
+        temperature=0, max_tokens=len(ids), logits_processors=[force], **fields
+    )
+
+
+# ---- one request's text
+
+
+TEXTS = ["hello world", "日本語のテキスト", "👩‍👩‍👧 family 🎉🎉", "naïve é" * 3, "a\n\n  b\tc"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_are_the_text_and_never_half_a_character(llm, text):
+    params = spelled(llm, text)
+    pieces = list(llm.stream([5, 6], params))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 1
+    (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+    assert output["text"] == text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_of_random_tokens_are_the_final_text(llm, seed):
+    """Random bytes leave half characters: those are in the final text, as decode gives them."""
+    params = SamplingParams(temperature=1.5, seed=seed, max_tokens=40)
+    (output,) = llm.generate(["hello"], params, use_tqdm=False)
+    assert "".join(llm.stream("hello", params)) == output["text"]
+    decoded = llm.get_tokenizer().decode(output["token_ids"], skip_special_tokens=True)
+    assert output["text"] == decoded
+
+
+# (fields, final text, stop_reason) of an answer that would be "one two END three<|im_end|>"
+STOPS = [
+    ({"stop": "END"}, "one two ", "END"),
+    ({"stop": ["three", "END", "two"]}, "one ", "two"),  # the earliest in the text, not in the list
+    ({"stop": ["o E", "END"]}, "one tw", "o E"),
+    ({"stop": "END", "include_stop_str_in_output": True}, "one two END", "END"),
+    ({"stop": "wo END th"}, "one t", "wo END th"),  # begins and ends inside tokens
+    ({"stop": "never"}, "one two END three", None),
+    ({"stop": "o END", "min_tokens": 200}, None, None),
+    ({}, "one two END three", None),
+    ({"stop": "<|im_end|>"}, "one two END three", "<|im_end|>"),
+    (
+        {"stop": "<|im_end|>", "include_stop_str_in_output": True},
+        "one two END three<|im_end|>",
+        "<|im_end|>",
+    ),
+    ({"stop": "ee<|im_end|>"}, "one two END thr", "ee<|im_end|>"),
+    ({"stop": "three", "skip_special_tokens": False}, "one two END ", "three"),
+    ({"skip_special_tokens": False}, "one two END three<|im_end|>", None),
+]
+
+
+@pytest.mark.parametrize(("fields", "text", "stop_reason"), STOPS, ids=str)
+def test_stop_rules_in_batches_and_streams(llm, fields, text, stop_reason):
+    if "min_tokens" in fields:
+        with pytest.raises(ValueError, match="min_tokens must be at most"):
+            spelled(llm, "one two END three", **fields)
+        return
+    params = spelled(llm, "one two END three", **fields)
+    (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+    completion = output.outputs[0]
+    assert (completion.text, completion.finish_reason) == (text, "stop")
+    assert completion.stop_reason == stop_reason
+    decoded = llm.get_tokenizer().decode(completion.token_ids)
+    assert "one two END three<|im_end|>".startswith(decoded), "no token but those drawn"
+    assert "".join(llm.stream([5, 6], params)) == text
+
+
+def test_a_special_stop_string_in_the_middle_is_found_though_it_is_not_shown(llm):
+    params = spelled(llm, "one<|im_start|>two<|im_start|>", stop=["<|im_start|>two"])
+    (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+    assert (output["text"], output.outputs[0].stop_reason) == ("one", "<|im_start|>two")
+    params = spelled(llm, "one<|im_start|>two<|endoftext|>x", stop=["<|endoftext|>"], ignore_eos=True)
+    pieces = list(llm.stream([5, 6], params))
+    assert "".join(pieces) == "onetwo"
+
+
+def test_a_stop_token_id_and_eos_say_what_they_were(llm):
+    o = llm.get_tokenizer().encode("two", add_special_tokens=False)[-1]
+    params = spelled(llm, "one two", stop_token_ids=[o])
+    (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+    assert output.outputs[0].stop_reason == o and output["token_ids"][-1] == o
+    assert output["text"] != "one two" and "one two".startswith(output["text"])
+    assert "".join(llm.stream([5, 6], params)) == output["text"]
+    (output,) = llm.generate([[5, 6]], spelled(llm, "one two"), use_tqdm=False)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+    assert output["token_ids"][-1] == 2 and output["text"] == "one two"
+    (output,) = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_closing_a_stream_aborts_its_request(llm):
+    stream = llm.stream([5, 6], GREEDY.clone(max_tokens=300))
+    next(stream)
+    assert llm._engine.scheduler.num_running == 1
+    stream.close()
+    assert llm._engine.scheduler.num_running == 0
+    never_started = llm.stream([5, 6], GREEDY)
+    never_started.close()
+
+
+def test_a_stream_and_other_requests_do_not_take_each_others_outputs(llm):
+    request_id = llm.add_request([7, 8], GREEDY.clone(max_tokens=3))
+    stream = llm.stream([5, 6], GREEDY)
+    pieces = list(itertools.islice(stream, 1))
+    (inside,) = llm.generate([[9, 9]], GREEDY, use_tqdm=False)
+    pieces += list(stream)
+    assert "".join(pieces) == llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0]["text"]
+    assert inside["text"] == llm.generate([[9, 9]], GREEDY, use_tqdm=False)[0]["text"]
+    assert [output.request_id for output in llm.step()] == [request_id]
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        (SamplingParams(n=2), "one answer a prompt, got n=2"),
+        (SamplingParams(detokenize=False), "stream gives text, but detokenize is False"),
+        ("x", "must be a SamplingParams"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_at_the_call(llm, params, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        llm.stream("hello", params)
+
+
+def test_a_bad_prompt_of_a_stream_is_refused_at_the_call(llm):
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        llm.stream("")
+
+
+# ---- many requests, lazily
+
+
+def test_each_prompt_gives_its_output_with_its_index(llm):
+    prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
+    expected = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    found = dict(llm.generate_iter(iter(prompts), GREEDY, window=10))
+    assert [found[i]["token_ids"] for i in range(60)] == expected
+
+
+@pytest.mark.parametrize("window", [1, 3, 16])
+def test_an_endless_iterable_is_read_a_window_ahead(llm, window):
+    read, most = itertools.count(), 0
+    last_read = -1
+
+    def endless():
+        nonlocal last_read
+        for last_read in read:
+            yield [5 + last_read % 400]
+
+    results = llm.generate_iter(endless(), GREEDY.clone(max_tokens=2), window=window)
+    for num_done, _ in enumerate(itertools.islice(results, 40), 1):
+        most = max(most, last_read + 1 - num_done)
+    results.close()
+    assert most <= window + max(1, window // 4)
+
+
+def test_the_default_window_is_bounded_too(tiny_llm):
+    llm = tiny_llm(max_num_seqs=4)
+    num_read = 0
+
+    def endless():
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield [5]
+
+    results = llm.generate_iter(endless(), GREEDY.clone(max_tokens=1))
+    next(results)
+    results.close()
+    assert num_read <= 16 + _MAX_CHUNK
+
+
+def test_a_slow_iterable_is_not_waited_for(llm):
+    """The first result comes though a full chunk of prompts never will before it is taken."""
+    taken = threading.Event()
+
+    def feedback():
+        yield [5]
+        taken.wait(10)
+        yield [6]
+
+    results = llm.generate_iter(itertools.chain(feedback()), GREEDY)
+    del results
+    started = llm.generate_iter(slow(), GREEDY)
+    assert next(started)[0] == 0
+    assert [index for index, _ in started] == [1, 2]
+
+
+def slow():
+    import time
+
+    for token in (5, 6, 7):
+        time.sleep(0.06)
+        yield [token]
+
+
+def test_a_bad_item_is_its_own_error(llm):
+    prompts = [[5], "", [6], [99999], [7]]
+    found = dict(llm.generate_iter(iter(prompts), GREEDY))
+    assert [found[i].error is None for i in range(5)] == [True, False, True, False, True]
+    assert found[1].error.startswith("prompt 1 is empty")
+    assert "token id 99999" in found[3].error and found[3].outputs == []
+
+
+def test_what_the_iterable_raises_comes_after_what_it_gave(llm):
+    def broken():
+        yield [5]
+        yield [6]
+        raise OSError("disk on fire")
+
+    done = []
+    with pytest.raises(OSError, match="disk on fire"):
+        for index, _ in llm.generate_iter(broken(), GREEDY):
+            done.append(index)
+    assert sorted(done) == [0, 1]
+
+
+def test_parameters_of_each_prompt(llm):
+    params = [GREEDY.clone(max_tokens=n) for n in (1, 4, 2)]
+    found = dict(llm.generate_iter([[5], [6], [7]], iter(params)))
+    assert [len(found[i]["token_ids"]) for i in range(3)] == [1, 4, 2]
+    endless = (GREEDY.clone(max_tokens=n) for n in itertools.count(1))
+    assert len(dict(llm.generate_iter([[5], [6]], endless))) == 2
+
+
+def test_fewer_parameters_than_prompts_are_an_error(llm):
+    done = []
+    with pytest.raises(ValueError, match="sampling_params has 2 entries, but there is a prompt 2"):
+        for index, _ in llm.generate_iter([[5], [6], [7]], [GREEDY, GREEDY]):
+            done.append(index)
+    assert sorted(done) == [0, 1]
+    with pytest.raises(TypeError, match=r"sampling_params\[1\] must be a SamplingParams, got int"):
+        list(llm.generate_iter([[5], [6]], [GREEDY, 5]))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "window", "match"),
+    [
+        ("hello", GREEDY, None, "must be an iterable of prompts, got str"),
+        (5, GREEDY, None, "must be an iterable of prompts, got int"),
+        ([[5]], 5, None, "must be a SamplingParams or an iterable"),
+        ([[5]], GREEDY, -1, "window must be at least 1, got -1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(llm, prompts, params, window, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        llm.generate_iter(prompts, params, window=window)
+
+
+def test_closing_the_generator_aborts_and_frees(llm):
+    results = llm.generate_iter(([5 + i] for i in range(50)), GREEDY.clone(max_tokens=100))
+    results.close()  # not started
+    params = (GREEDY.clone(max_tokens=1 if i == 0 else 100) for i in range(50))
+    results = llm.generate_iter(([5 + i] for i in range(50)), params)
+    assert next(results)[0] == 0
+    assert llm._engine.scheduler.num_running > 0
+    results.close()
+    assert llm._engine.scheduler.num_running == 0
+
+
+def test_an_exception_in_the_users_loop_frees_too(llm):
+    def use():
+        for _ in llm.generate_iter([[5], [6]], [GREEDY.clone(max_tokens=1), GREEDY]):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        use()
+
+
+def test_two_generators_at_once_get_their_own(llm):
+    first = llm.generate_iter([[5], [6], [7]], GREEDY)
+    second = llm.generate_iter([[8], [9], [10]], GREEDY)
+    pairs = list(zip(first, second, strict=True))
+    assert sorted(index for (index, _), _ in pairs) == [0, 1, 2]
+    texts = {i: o["token_ids"] for _, (i, o) in pairs}
+    expected = llm.generate([[8], [9], [10]], GREEDY, use_tqdm=False)
+    assert [texts[i] for i in range(3)] == [o["token_ids"] for o in expected]
+
+
+def test_a_generator_whose_requests_were_taken_says_so(llm):
+    results = llm.generate_iter([[5], [6]], [GREEDY.clone(max_tokens=1), GREEDY])
+    next(results)
+    while not llm.is_finished():
+        llm.step()
+    with pytest.raises(RuntimeError, match=r"step\(\) or abort\(\) was called"):
+        next(results)
+
+
+def test_several_answers_a_prompt_come_together(llm):
+    params = SamplingParams(n=3, seed=1, max_tokens=5)
+    found = dict(llm.generate_iter([[5], [6]], params))
+    assert [len(found[i].outputs) for i in range(2)] == [3, 3]
+
+
+# ---- progress
+
+
+class Bar:
+    """What is called in tqdm's place."""
+
+    def __init__(self, log, **options):
+        self.log, self.options = log, options
+        log.append(self)
+        self.count, self.is_closed, self.figures = 0, False, []
+
+    def update(self, count):
+        self.count += count
+
+    def set_postfix(self, figures):
+        self.figures.append(dict(figures))
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_tokenising_many_prompts_shows_how_far_it_is(llm):
+    log = []
+    prompts = ["hello world"] * 50_000 + [""]
+    with pytest.raises(ValueError, match="prompt 50000 is empty"):
+        llm.generate(prompts, GREEDY, use_tqdm=lambda **options: Bar(log, **options))
+    (bar,) = log
+    counts = [figures["tokenized"] for figures in bar.figures if "tokenized" in figures]
+    assert bar.options["total"] == 50_001 and bar.is_closed and bar.count == 0
+    assert len(counts) > 50 and counts == sorted(counts) and counts[-1] == 50_001
+
+
+def test_figures_of_the_progress(llm):
+    log = []
+    params = SamplingParams(n=2, seed=1, max_tokens=4)
+    llm.generate([[5]] * 6, params, use_tqdm=lambda **options: Bar(log, **options))
+    llm.score([[5]] * 4, [[6]] * 4, use_tqdm=lambda **options: Bar(log, **options))
+    llm.chat(
+        [[{"role": "user", "content": "hello"}]] * 3,
+        GREEDY,
+        use_tqdm=lambda **options: Bar(log, **options),
+    )
+    assert [(bar.options["total"], bar.count) for bar in log] == [(6, 6), (4, 4), (3, 3)]
+    assert {"in_tok_s", "out_tok_s"} <= log[0].figures[-1].keys()
+    assert any({"run", "wait", "kv"} <= figures.keys() for figures in log[0].figures)
+
+
+def test_no_bar_prints_nothing_and_a_real_one_goes_to_stderr(llm, capsys, caplog):
+    with caplog.at_level(logging.WARNING):
+        llm.generate([[5], [6]], GREEDY, use_tqdm=False)
+        llm.score([[5]], [[6]], use_tqdm=False)
+        list(llm.stream([5], GREEDY))
+        list(llm.generate_iter([[5]], GREEDY))
+    assert capsys.readouterr() == ("", "") and caplog.records == []
+    llm.generate([[5], [6]], GREEDY)
+    out, err = capsys.readouterr()
+    assert out == "" and "2/2" in err
