@@ -47,8 +47,8 @@ class LLM:
         """Continue every prompt; return one finished RequestOutput for each, in order.
 
         Args:
-            prompts: a string, a list of token ids, a dict with "prompt" or "prompt_token_ids", or an
-                iterable of those
+            prompts: a string, a list of token ids, a dict with "prompt" or "prompt_token_ids", or
+                an iterable of those
             sampling_params: one for all, or one for each prompt; None: what the model's
                 generation_config says (`get_default_sampling_params`)
             use_tqdm: show progress; a callable is used in tqdm's place
@@ -131,7 +131,9 @@ class LLM:
         """Yield the text of one request piece by piece; the pieces make up its final text."""
         (params,) = params_list(self._params_or_default(sampling_params), 1)
         if params.n > 1:
-            raise ValueError(f"stream takes one answer a prompt, got n={params.n}. Use generate_iter.")
+            raise ValueError(
+                f"stream takes one answer a prompt, got n={params.n}. Use generate_iter."
+            )
         if not params.detokenize:
             raise ValueError("stream gives text, but detokenize is False. Use generate_iter.")
         self.get_tokenizer()

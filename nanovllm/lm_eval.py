@@ -4,7 +4,7 @@ The harness has no entry points for models of others, so its command line is sta
 
     python -m nanovllm.lm_eval --model nanovllm --model_args pretrained=DIR --tasks TASKS
 
-In Python, importing this module registers the model for `lm_eval.simple_evaluate(model="nanovllm")`.
+In Python, import this module before `lm_eval.simple_evaluate(model="nanovllm", ...)`.
 """
 
 from __future__ import annotations
@@ -178,9 +178,7 @@ class NanoVLLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, result)
         return results
 
-    def loglikelihood_rolling(
-        self, requests: list[Any], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in windows as long as fit, each token scored once."""
         windows: list[_Encoded] = []
         owners: list[int] = []

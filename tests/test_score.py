@@ -29,9 +29,7 @@ def check_scores(oracle, contexts, continuations, scores):
         logprobs = logits.log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(continuation)[:, None])[:, 0]
         assert score.token_ids == continuation
-        torch.testing.assert_close(
-            torch.tensor(score.token_logprobs), expected, rtol=0, atol=1e-4
-        )
+        torch.testing.assert_close(torch.tensor(score.token_logprobs), expected, rtol=0, atol=1e-4)
         assert score.logprob == pytest.approx(sum(score.token_logprobs))
         assert score.is_greedy == (logits.argmax(-1).tolist() == continuation)
 
@@ -94,7 +92,9 @@ def test_whole_prompt_logprobs_still_need_the_whole_prompt(tiny_llm, tiny_oracle
         ("日本", "語"),
     ],
 )
-def test_texts_are_encoded_whole_and_cut_as_lm_eval_does(tiny_llm, tiny_oracle, context, continuation):
+def test_texts_are_encoded_whole_and_cut_as_lm_eval_does(
+    tiny_llm, tiny_oracle, context, continuation
+):
     llm = tiny_llm()
     encode = llm.get_tokenizer().encode
     bare = context.rstrip()

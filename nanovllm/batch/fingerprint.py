@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.batch.source import is_regular_file, read_head
+from nanovllm.batch.source import is_regular_file
 from nanovllm.config import Config
 from nanovllm.utils.tokenizer import find_model
 
@@ -55,7 +55,7 @@ def job_fingerprint(
     if config.tokenizer is not None:
         job["tokenizer"] = model_digest(find_model(config.tokenizer))
     if is_regular_file(source):
-        job["input"] = "begins with " + _digest(read_head(source, _HEAD_BYTES))
+        job["input"] = "begins with " + _head_digest(source)
     normal: dict[str, Any] = json.loads(json.dumps(job, default=str))
     return normal
 
@@ -77,5 +77,6 @@ def model_digest(directory: Path) -> str:
     return state.hexdigest()[:32]
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+def _head_digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()[:32]

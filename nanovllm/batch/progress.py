@@ -89,10 +89,10 @@ def format_standing(now: Standing, *, tokens_per_s: float, elapsed_s: float, wit
     if share is not None:
         parts.append(f"{min(share, 1.0):.0%}")
     parts.append(f"{tokens_per_s:,.0f} tokens/s")
+    parts.append(f"{_clock(elapsed_s)} gone")
     left = _time_left(now, elapsed_s)
-    parts.append(
-        f"{_clock(elapsed_s)} gone" + (f", {_clock(left)} left" if left is not None else "")
-    )
+    if left is not None:
+        parts.append(f"{_clock(left)} left")
     parts.append(f"{now.num_failed:,} failed")
     line = " | ".join(parts)
     if with_bar and share is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.batch.done import IdSet
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.prompts import chat_text, encode_chats
-from nanovllm.batch.records import DUPLICATE, BadLine, Job, LineParser, error_record
+from nanovllm.batch.records import DUPLICATE, BadLine, Job, LineParser, custom_id_of, error_record
 from nanovllm.batch.source import MAX_LINE_BYTES, LineSource
 from nanovllm.sampling_params import SamplingParams
 
@@ -63,7 +63,12 @@ class JobReader:
         for number, line in self._source:
             if self._stop.is_set():
                 return
-            if (number - 1) % num_shards != which or (line is not None and not line.strip()):
+            if line is not None and not line.strip():
+                continue
+            if (number - 1) % num_shards != which:
+                # Whose id it is must not depend on the shard: all shards together are one job.
+                if (other := custom_id_of(line or b"")) is not None:
+                    self._seen.add(other)
                 continue
             try:
                 job = self._parsed(line, number)

@@ -149,6 +149,15 @@ class LineParser:
         return SamplingParams(**options)
 
 
+def custom_id_of(line: bytes) -> str | None:
+    """The custom_id of a line that is not to be run; None where it has none that could be."""
+    try:
+        custom_id = _load(line).get("custom_id") if b"custom_id" in line else None
+    except BadLine:
+        return None
+    return custom_id if isinstance(custom_id, str) and custom_id else None
+
+
 def line_seed(engine_seed: int, key: str | int) -> int:
     """The seed of a line that names none: the same in every run, whatever ran before."""
     text = f"{engine_seed}:{type(key).__name__}:{key}"

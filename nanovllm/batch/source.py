@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
-from typing import IO, Any
+from typing import Any
 
 MAX_LINE_BYTES = 64 << 20
 _POLL_S = 0.2
 _BUFFER_BYTES = 1 << 20
+_ZSTD_READ_BYTES = 1 << 16  # a frame may unpack to many times that
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -66,18 +67,6 @@ def is_regular_file(path: str) -> bool:
     return path != "-" and Path(path).is_file()
 
 
-def read_head(path: str, num_bytes: int) -> bytes:
-    """The first bytes of a file, decompressed."""
-    source = _decompressed(io.BufferedReader(_RawInput(path, Event()), _BUFFER_BYTES))
-    with contextlib.closing(source):
-        try:
-            return source.read(num_bytes)
-        except Exception as error:
-            if not _is_damage(error):
-                raise
-            raise ValueError(f"{path} cannot be read: {error}") from error
-
-
 def count_lines(path: str, stop: Event) -> int | None:
     """How many lines that are not empty a file has, in one pass; None: stopped, or damaged."""
     count, last = 0, b"\n"
@@ -125,10 +114,42 @@ class _RawInput(io.RawIOBase):
         super().close()
 
 
-def _decompressed(buffered: io.BufferedReader) -> IO[bytes]:
+class _ZstdInput(io.RawIOBase):
+    """zstd frames, decompressed. The package's own reader takes a cut file for a whole one."""
+
+    def __init__(self, packed: io.BufferedReader, decompressor: Any) -> None:
+        super().__init__()
+        self._packed = packed
+        self._decompressor = decompressor
+        self._frame: Any = None
+        self._ahead = b""  # packed, of the next frame
+        self._data = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._data:
+            packed = self._ahead or self._packed.read1(_ZSTD_READ_BYTES)
+            self._ahead = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._data = self._frame.decompress(packed)
+            if self._frame.eof:
+                self._ahead, self._frame = self._frame.unused_data, None
+        num_bytes = min(len(buffer), len(self._data))
+        buffer[:num_bytes], self._data = self._data[:num_bytes], self._data[num_bytes:]
+        return num_bytes
+
+
+def _decompressed(buffered: io.BufferedReader) -> io.BufferedIOBase:
     head = buffered.peek(4)[:4]
     if head.startswith(_GZIP):
-        return io.BufferedReader(gzip.GzipFile(fileobj=buffered), _BUFFER_BYTES)
+        # Not in a BufferedReader: where the file is cut that loses the last whole lines.
+        return gzip.GzipFile(fileobj=buffered)
     if head.startswith(_ZSTD):
         try:
             import zstandard
@@ -137,10 +158,7 @@ def _decompressed(buffered: io.BufferedReader) -> IO[bytes]:
                 "zstd input needs zstandard. Run `pip install nanovllm[zstd]`, or pipe it in: "
                 "`zstdcat FILE | nanovllm run-batch -i - ...`."
             ) from error
-        reader = zstandard.ZstdDecompressor().stream_reader(
-            buffered, read_across_frames=True, closefd=True
-        )
-        return io.BufferedReader(reader, _BUFFER_BYTES)
+        return io.BufferedReader(_ZstdInput(buffered, zstandard.ZstdDecompressor()), _BUFFER_BYTES)
     return buffered
 
 

@@ -34,7 +34,7 @@ class SequenceLogprobs:
     def push_prompt(
         self, columns: LogprobColumns, start: int, end: int, first_position: int
     ) -> None:
-        """Take in prompt positions from `first_position` on; what a preempted run gave before stays."""
+        """Take in prompt positions from `first_position` on; what a preempted run gave stays."""
         assert self._num_prompt_wanted is not None and self.prompt_positions is not None
         for place in range(start, end):
             if len(self.prompt_positions) == first_position + place - start:

@@ -80,6 +80,29 @@ def prefill_columns(
     )
 
 
+def blank_prefill(lengths: np.ndarray) -> PrefillColumns[np.ndarray]:
+    """A prefill step of sequences of these lengths that stores nothing, for warm-up.
+
+    lengths: [num_chunks] int32
+    """
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    zeros, none = np.zeros(ends[-1], dtype=np.int32), np.zeros(0, dtype=np.int32)
+    rows = np.arange(len(lengths), dtype=np.int32)
+    return PrefillColumns[np.ndarray](
+        token_ids=zeros,
+        positions=zeros,
+        slots=zeros - 1,
+        rows=rows,
+        seq_lens=lengths,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        sampled_rows=rows,
+        sampled_tokens=ends[1:] - 1,
+        prompt_places=none,
+        prompt_targets=none,
+    )
+
+
 class RowMirror:
     """Owns the host's copy of the device rows as far as records tell it: all but drawn tokens."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,17 @@ from nanovllm.engine.kv_cache import (
     num_blocks_on_cpu,
     num_blocks_on_cuda,
 )
-from nanovllm.engine.model_inputs import PrefillColumns, RowMirror, Uploader, prefill_columns
+from nanovllm.engine.model_inputs import (
+    PrefillColumns,
+    RowMirror,
+    Uploader,
+    blank_prefill,
+    prefill_columns,
+)
 from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.step import Column, SchedulerOutput, row_width
 from nanovllm.engine.step_handle import OutputBuffers, StepHandle
+from nanovllm.engine.warmup import KERNEL_BATCHES, LONG_PROMPT, largest_prompts, run_in_threads
 from nanovllm.kernels.decode_inputs import decode_inputs
 from nanovllm.layers.logprobs import TokenLogprobs
 from nanovllm.layers.sampler import SamplingInputs, draw
@@ -136,6 +144,8 @@ class ModelRunner:
     @torch.inference_mode()
     def init_kv_cache(self) -> int:
         """Allocate the KV cache; return its number of blocks, the same on every rank."""
+        if self._is_cuda and self._backend.is_capturable:
+            self._compile_kernels()
         num_blocks = self._config.num_kvcache_blocks
         if num_blocks is None:
             num_blocks = self._measured_num_blocks()
@@ -198,7 +208,9 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self._device)
         # Some of it is taken only when a row asks for penalties, but there must be room.
         reserved = self._redrawer.reserve()
-        self._run_largest_step()
+        max_len = self._max_num_blocks_per_seq * self._block_size
+        largest = (self._config.max_num_batched_tokens, self._config.max_num_seqs, max_len)
+        self._run_blank_prefills(largest_prompts(*largest))
         del reserved
         torch.cuda.synchronize(self._device)
         activations = torch.cuda.max_memory_allocated(self._device) - weights
@@ -207,31 +219,25 @@ class ModelRunner:
         memory = MemoryUse(total_bytes, free_bytes, self._free_at_start, weights, activations)
         return num_blocks_on_cuda(memory, self._config.gpu_memory_utilization, self._kv_shape)
 
-    def _run_largest_step(self) -> None:
-        """One step of the most tokens and the most sampled rows, storing nothing."""
-        max_len = self._max_num_blocks_per_seq * self._block_size
-        num_tokens = self._config.max_num_batched_tokens
-        num_sampled = min(self._config.max_num_seqs, num_tokens)
-        lengths = np.full(num_sampled, num_tokens // num_sampled, dtype=np.int32)
-        lengths[: num_tokens % num_sampled] += 1
-        lengths = np.minimum(lengths, max_len)
-        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        num_tokens = int(ends[-1])
-        columns = PrefillColumns[np.ndarray](
-            token_ids=np.zeros(num_tokens, dtype=np.int32),
-            positions=np.zeros(num_tokens, dtype=np.int32),
-            slots=np.full(num_tokens, -1, dtype=np.int32),
-            rows=np.arange(num_sampled, dtype=np.int32),
-            seq_lens=lengths,
-            cu_seqlens_q=ends,
-            cu_seqlens_k=ends,
-            sampled_rows=np.arange(num_sampled, dtype=np.int32),
-            sampled_tokens=ends[1:] - 1,
-            prompt_places=np.zeros(0, dtype=np.int32),
-            prompt_targets=np.zeros(0, dtype=np.int32),
-        )
-        tensors = self._uploader.upload(columns.arrays())
-        self._prefill(columns, tensors, has_cached_prefix=False)
+    @torch.inference_mode()
+    def _run_blank_prefills(self, *prompts: np.ndarray) -> None:
+        for lengths in prompts:
+            columns = blank_prefill(lengths)
+            tensors = self._uploader.upload(columns.arrays())
+            self._prefill(columns, tensors, has_cached_prefix=False)
+
+    def _compile_kernels(self) -> None:
+        """Launch every kernel variant of decode and prefill once; with no live row nothing changes.
+
+        With kernels that were compiled before it takes some tens of milliseconds.
+        """
+        sizes = [size for size in KERNEL_BATCHES if size < self._config.max_num_seqs]
+        jobs = [partial(self._decode_step, size) for size in (*sizes, self._config.max_num_seqs)]
+        longest = min(LONG_PROMPT, self._config.max_num_batched_tokens)
+        prompts = [np.full(1, length, dtype=np.int32) for length in (1, longest)]
+        jobs.append(partial(self._run_blank_prefills, *prompts))
+        # Collectives of several ranks must be called in one order.
+        run_in_threads(jobs, self._device, len(jobs) if self._parallel.tp_size == 1 else 1)
 
     # ---- steps
 

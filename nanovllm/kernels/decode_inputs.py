@@ -71,7 +71,7 @@ def decode_inputs_triton(
     return DecodeInputs(ints[0], ints[1], slots, ints[2])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_inputs_kernel(
     rows,
     num_active,

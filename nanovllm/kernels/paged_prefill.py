@@ -113,7 +113,8 @@ def paged_prefill(
     return function(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
 
 
-@triton.jit
+# The table's width follows the longest sequence: specialising on it would only compile more often.
+@triton.jit(do_not_specialize=["stride_table"])
 def _prefill_kernel(
     q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out,
     stride_q, stride_table, stride_seq_lens, stride_block, stride_token, stride_head,

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -52,13 +51,12 @@ class GatedMLP(nn.Module):
             device=place.device,
             dtype=place.dtype,
         )
-        self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(
             size, hidden_size, parallel=place.parallel, device=place.device, dtype=place.dtype
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down_proj.partials(self.act_fn(self.gate_up_proj(x)))
+        down: torch.Tensor = self.down_proj.partials(self.gate_up_proj(x), gated=True)
         return down
 
 

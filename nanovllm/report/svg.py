@@ -157,8 +157,9 @@ def _y(share: float) -> float:
 
 def _ticks(low: float, high: float) -> list[float]:
     """From `low` to at least `high` in three to six round steps."""
-    step = _round_up(max(high - low, 1e-9) / 5)
-    return [low + i * step for i in range(math.ceil((high - low) / step - 1e-9) + 1)] or [low]
+    span = high - low if high > low else 1.0
+    step = _round_up(span / 5)
+    return [low + i * step for i in range(math.ceil(span / step - 1e-9) + 1)]
 
 
 def _round_up(value: float) -> float:

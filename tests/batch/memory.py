@@ -1,6 +1,6 @@
 """Peak memory of a job of 10,000 and of 200,000 requests: run it by hand, it takes many minutes.
 
-    python tests/batch/memory.py [NUM_LINES ...]
+python tests/batch/memory.py [NUM_LINES ...]
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The output file: appended line by line, cut and gone on with, refused when it is another job's."""
+"""The output file: appended line by line, gone on with, refused when it is another job's."""
 
 import json
 

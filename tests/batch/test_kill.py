@@ -16,9 +16,7 @@ def run_killed(words, output, draw, *, at_start):
         if at_start:
             time.sleep(draw.uniform(0, 4))
         else:
-            while process.poll() is None and (
-                not output.exists() or output.stat().st_size <= size
-            ):
+            while process.poll() is None and (not output.exists() or output.stat().st_size <= size):
                 time.sleep(0.002)
             time.sleep(draw.uniform(0, 0.4))
         was_running = process.poll() is None

@@ -38,13 +38,14 @@ def test_lines_have_their_numbers_whatever_the_packing(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_a_cut_file_gives_what_it_has_and_says_so(tmp_path, kind):
     path = tmp_path / "in"
-    data = packed(kind, b"".join(b"%d %s\n" % (i, os.urandom(40).hex().encode()) for i in range(999)))
+    lines = [b"%d %s\n" % (i, os.urandom(40).hex().encode()) for i in range(9999)]
+    data = packed(kind, b"".join(lines))
     path.write_bytes(data[: len(data) * 2 // 3])
     source = LineSource(str(path), threading.Event())
-    num_lines = len(list(source))
-    if kind == "gz":
-        assert "cannot be read after line" in source.failure
-    assert num_lines < 999
+    found = [line for _, line in source]
+    assert "cannot be read after line" in source.failure
+    # The last of what it gives may be half a line.
+    assert 0 < len(found) < 9999 and found[:-1] == lines[: len(found) - 1]
     source.close()
 
 

@@ -1,11 +1,9 @@
-"""RMSNorm and SiLU-and-mul as modules."""
+"""RMSNorm as a module."""
 
 import pytest
 import torch
-from torch.nn.functional import silu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 
 
@@ -40,8 +38,3 @@ def test_residual_is_added_before_the_norm(dtype):
     out, new_residual = ours(x, residual.clone())
     assert torch.equal(new_residual, total)
     torch.testing.assert_close(out, theirs(total))
-
-
-def test_silu_and_mul_takes_the_gate_first():
-    gate, up = random(4, 6, seed=1), random(4, 6, seed=2)
-    torch.testing.assert_close(SiluAndMul()(torch.cat([gate, up], dim=-1)), silu(gate) * up)

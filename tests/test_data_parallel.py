@@ -1,0 +1,151 @@
+"""Several engines behave as one: the same outputs, whoever dies."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import BatchOptions, run_batch
+from nanovllm.config import Config
+from nanovllm.data_parallel import DataParallelLLM
+from nanovllm.data_parallel.placement import engine_environments
+
+MODEL = Path(__file__).parent / "tiny-qwen3"
+ENGINE = {"device": "cpu", "dtype": "float32", "cpu_kvcache_space_gib": 0.05, "max_num_seqs": 8}
+PROMPTS = [f"{i % 90 + 10}+{i % 9}=" for i in range(60)] + ["And the LORD", "Call me"] * 10
+PARAMS = [SamplingParams(temperature=0.9, max_tokens=12, n=1 + (i % 5 == 0)) for i in range(80)]
+
+
+def texts(outputs):
+    return [[answer.text for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with LLM(MODEL, **ENGINE) as llm:
+        return texts(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def two_engines():
+    with DataParallelLLM(MODEL, data_parallel_size=2, **ENGINE) as llm:
+        yield llm
+
+
+def test_two_engines_answer_as_one_in_the_order_of_the_prompts(two_engines, expected):
+    samples = []
+    two_engines.observe_steps(samples.append)
+    assert texts(two_engines.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert {sample.engine for sample in samples} == {0, 1}, "both took part"
+    assert two_engines.metrics.num_finished_requests == 80
+
+
+def test_a_bad_prompt_starts_nothing_or_is_an_error_of_its_own(two_engines):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        two_engines.generate(["12+34=", ""], params, use_tqdm=False)
+    good, bad = two_engines.generate(["12+34=", ""], params, use_tqdm=False, return_errors=True)
+    assert good["text"] == "46" and "is empty" in bad.error
+
+
+def test_an_endless_input_is_read_a_window_ahead(two_engines):
+    num_read = 0
+
+    def endless():
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield "12+34="
+
+    results = two_engines.generate_iter(
+        endless(), SamplingParams(temperature=0, max_tokens=8), window=100
+    )
+    seen = [next(results) for _ in range(50)]
+    results.close()
+    assert all(output["text"] == "46" for _, output in seen)
+    assert num_read < 50 + 100 + 4 * 128
+    again = two_engines.generate(["11+1="], SamplingParams(temperature=0), use_tqdm=False)
+    assert again[0]["text"] == "12", "what was open is gone"
+
+
+def test_draining_finishes_what_runs_and_drops_the_rest(two_engines):
+    drain = threading.Event()
+    params = SamplingParams(temperature=1, max_tokens=100, ignore_eos=True)
+    prompts = ["And the LORD"] * 200
+    found = []
+    for index, output in two_engines.generate_iter(prompts, params, drain=drain):
+        found.append(index)
+        assert len(output.outputs[0].token_ids) == 100
+        drain.set()
+    assert 1 <= len(found) < 100 and len(set(found)) == len(found)
+
+
+def test_a_dead_engines_requests_go_to_the_other(expected):
+    with DataParallelLLM(MODEL, data_parallel_size=2, **ENGINE) as llm:
+        found, victim = {}, llm.worker_pids[1]
+        for index, output in llm.generate_iter(PROMPTS, PARAMS):
+            if not found:
+                os.kill(victim, signal.SIGKILL)
+            assert index not in found
+            found[index] = output
+        assert texts(found[i] for i in range(80)) == expected
+        (fault,) = llm.faults
+        assert fault.startswith("Engine 1 was killed by signal 9.")
+        os.kill(llm.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="All engines have died"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def test_a_job_on_two_engines_is_the_job_on_one_and_can_be_gone_on_with(tmp_path):
+    lines = [json.dumps({"prompt": p, "temperature": 0.9, "row": i}) for i, p in enumerate(PROMPTS)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+
+    def answers(size, name):
+        options = BatchOptions(
+            str(tmp_path / "in.jsonl"),
+            tmp_path / name,
+            show_progress=False,
+            report=tmp_path / "report.html",
+        )
+        summary = run_batch(MODEL, options, data_parallel_size=size, **ENGINE)
+        records = map(json.loads, (tmp_path / name).read_text().splitlines())
+        return summary, {record["row"]: record["output"] for record in records}
+
+    first, one = answers(1, "one.jsonl")
+    cut = (tmp_path / "one.jsonl").read_bytes().splitlines(keepends=True)[:30]
+    (tmp_path / "one.jsonl").write_bytes(b"".join(cut))
+    second, two = answers(2, "one.jsonl")
+    assert (first.num_ok, second.num_ok, second.num_done_before) == (80, 50, 30)
+    assert one == two
+    assert "2 engines together" in (tmp_path / "report.html").read_text()
+
+
+def test_an_engine_that_does_not_start_says_why():
+    with pytest.raises(RuntimeError, match=r"Engine 0 ended with exit code 1[\s\S]*max_model_len"):
+        DataParallelLLM(MODEL, data_parallel_size=1, **ENGINE, max_model_len=10**6)
+
+
+def test_cores_are_shared_out_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = Config.from_options("m", {"device": "cpu"})
+    assert engine_environments(config, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
+
+
+def test_each_engine_has_gpus_of_its_own(monkeypatch):
+    """The list is made before torch is imported in the engine, from what is visible here."""
+    placement = "nanovllm.data_parallel.placement"
+    monkeypatch.setattr(f"{placement}.resolve_device", lambda name: torch.device("cuda"))
+    config = Config.from_options("m", {"tensor_parallel_size": 2})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc,0")
+    assert engine_environments(config, 2) == [
+        {"CUDA_VISIBLE_DEVICES": "3,1"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-abc,0"},
+    ]
+    with pytest.raises(ValueError, match="needs 6 GPUs, and 4 are visible"):
+        engine_environments(config, 3)
