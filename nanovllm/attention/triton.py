@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.decode_plan import DecodePlan
+from nanovllm.kernels.decode_plan import DecodePlan, DecodeWork
 from nanovllm.kernels.paged_attention import paged_attention_triton
 from nanovllm.kernels.paged_prefill import paged_prefill_triton
 from nanovllm.utils.context import ForwardContext
@@ -37,11 +37,8 @@ class TritonBackend:
             device=device,
         )
 
-    def prepare(self, ctx: ForwardContext) -> DecodePlan | None:
-        if not ctx.is_decode:
-            return None
-        self._plan.update(ctx.seq_lens)
-        return self._plan
+    def prepare(self, ctx: ForwardContext) -> DecodeWork | None:
+        return self._plan.cut(ctx.seq_lens) if ctx.is_decode else None
 
     def forward(
         self,

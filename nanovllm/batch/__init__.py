@@ -82,7 +82,7 @@ def run_batch(
                 force=options.force_resume,
             )
         )
-        if journal.has_line_results and not is_regular_file(options.input):
+        if len(journal.finished_lines) and not is_regular_file(options.input):
             raise RefusedOutput(
                 f"{options.output} has results of lines without custom_id. From a pipe a job can "
                 "be gone on with by custom_id only: give every line one, or pass --overwrite."

@@ -45,8 +45,8 @@ class Journal:
         self.path = path
         self.job_path = path.with_name(path.name + ".job.json")
         self.finished_ids = IdSet()
-        self.finished_lines = NumberSet()
-        self.has_line_results = False  # results that only their line's number tells apart
+        self.finished_lines = NumberSet()  # of lines without custom_id
+        self.error_lines = NumberSet()  # that have an error and no custom_id of their own
         self.num_ok = self.num_errors = 0  # in the file when it was opened
         self._fsync_interval_s = fsync_interval_s
         self._lock = threading.Lock()
@@ -162,8 +162,7 @@ class Journal:
         if isinstance(key, str):
             self.finished_ids.add(key)
         else:
-            self.finished_lines.add(key)
-            self.has_line_results |= not is_error
+            (self.error_lines if is_error else self.finished_lines).add(key)
         self.num_errors += is_error
         self.num_ok += not is_error
 

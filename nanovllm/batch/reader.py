@@ -34,7 +34,6 @@ class JobReader:
         stop: Event,
     ) -> None:
         self.num_bad = 0
-        self.num_skipped = 0  # finished in an earlier run
         self.models: set[str] = set()  # that lines named
         self._source = source
         self._parser = parser
@@ -85,33 +84,38 @@ class JobReader:
         try:
             return self._parser.parse(line, number)
         except BadLine as bad:
-            # Raises itself where the id was seen before; the id is taken from here on.
-            if not self._is_new(bad.custom_id, number):
+            # Its id is taken from here on; DUPLICATE is raised where it was before.
+            is_new = self._is_new(bad.custom_id, number)
+            if not is_new or (bad.custom_id is None and self._was_refused(number)):
                 raise _Finished from bad
             raise
 
     def _is_new(self, custom_id: str | None, number: int) -> bool:
         """Whether a line is still to be done; BadLine if its custom_id was seen before."""
-        if number in self._journal.finished_lines:
-            self.num_skipped += 1
-            return False
         if custom_id is None:
-            return True
-        if self._journal.finished_ids.discard(custom_id):
+            is_new = number not in self._journal.finished_lines
+        elif self._journal.finished_ids.discard(custom_id):
             self._seen.add(custom_id)
-            self.num_skipped += 1
-            return False
-        if not self._seen.add(custom_id):
+            is_new = False
+        elif self._seen.add(custom_id):
+            is_new = True
+        elif self._was_refused(number):
+            raise _Finished
+        else:
             raise BadLine(
                 f"custom_id {custom_id!r} was on an earlier line",
                 custom_id=custom_id,
                 code=DUPLICATE,
             )
-        return True
+        return is_new
+
+    def _was_refused(self, number: int) -> bool:
+        # Only asked of a line that is bad: one that was cut and is whole now is run.
+        return number in self._journal.error_lines
 
     def _refuse(self, bad: BadLine, number: int) -> None:
         if isinstance(bad, _Finished):
-            return
+            return  # its error was written in an earlier run
         self.num_bad += 1
         self._journal.append(error_record(bad, number))
 

@@ -121,6 +121,7 @@ class WorkerGroup:
     def send(self, kind: bytes, payload: bytes) -> None:
         assert self._sender is not None
         if self._is_out_of_step:
+            self.check_alive()
             # Its next collective would meet one of the workers' last step, and give wrong tokens.
             raise RuntimeError(
                 "A fault in the middle of a step left the tensor-parallel ranks out of step. "

@@ -1,7 +1,7 @@
 """The work list of decode attention: rows cut into parts on the device, longest first.
 
 A CUDA graph fixes the attention kernel's grid while lengths change under it. So once a step
-`DecodePlan.update` cuts each row into parts of nearly equal size and lists them; program i of the
+`DecodePlan.cut` cuts each row into parts of nearly equal size and lists them; program i of the
 attention kernel takes item i, and programs past the end of the list exit.
 """
 
@@ -36,13 +36,22 @@ def default_tuning(head_dim: int, dtype: torch.dtype, num_seqs: int) -> DecodeTu
     elif num_seqs <= 96:
         tile, num_warps, num_stages, per_sm = 64, 4, 4, 2
     else:
-        tile, num_warps, num_stages, per_sm = 64, 4, 2, 4
+        tile, num_warps, num_stages, per_sm = 64, 4, 3, 3
     tile = max(16, min(tile, tile * 256 // (head_dim * dtype.itemsize)))
     return DecodeTuning(tile, num_warps, num_stages, per_sm)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """One step's work list. A value of its own, so that steps being warmed up do not meet in it."""
+
+    plan: "DecodePlan"
+    items: torch.Tensor  # [max_items, ITEM_WIDTH] int32: row, begin, end, parts of row, first item
+    num_items: torch.Tensor  # [1] int32
+
+
 class DecodePlan:
-    """Owns the work list, partial results and counters of decode attention.
+    """Owns the partial results and counters of decode attention, and cuts the work.
 
     All addresses are static, so one plan serves every CUDA graph and layer of an engine, as long as
     they run one after another on one stream.
@@ -71,8 +80,6 @@ class DecodePlan:
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.items = buffer(max_items, ITEM_WIDTH, dtype=torch.int32)
-        self.num_items = buffer(1, dtype=torch.int32)
         # Parts of one row that have finished; the last one puts the zero back.
         self.num_done = buffer(max_num_seqs, num_kv_heads, dtype=torch.int32)
         group = num_heads // num_kv_heads
@@ -94,24 +101,27 @@ class DecodePlan:
         wave = self.wave(num_seqs)
         return wave if 2 * num_seqs <= wave else wave * (-(-num_seqs // wave) + 1)
 
-    def update(self, seq_lens: torch.Tensor) -> None:
-        """Cut the rows of this step; device work of a fixed shape, in place.
+    def cut(self, seq_lens: torch.Tensor) -> DecodeWork:
+        """Cut the rows of this step into parts; device work of a fixed shape.
 
         seq_lens: [num_seqs] int32, may be strided; 0 gives one empty item, which writes zeros
         """
         num_seqs = len(seq_lens)
         assert num_seqs <= self._max_num_seqs, "buffers are sized by max_num_seqs"
         block_seqs = triton.next_power_of_2(max(16, self._max_num_seqs))
-        tuning = self.tuning(num_seqs)
+        tuning, max_items = self.tuning(num_seqs), self.max_items(num_seqs)
+        items = seq_lens.new_empty((max_items, ITEM_WIDTH))
+        num_items = seq_lens.new_empty(1)
         # Registers bound the [rows, all rows] comparison that ranks the rows of a program.
         block_rows = max(1, min(16, 4096 // block_seqs))
         _plan_kernel[(triton.cdiv(num_seqs, block_rows),)](
-            seq_lens, self.items, self.num_items, num_seqs, seq_lens.stride(0),
-            self.wave(num_seqs), self.max_items(num_seqs), tuning.overhead_tokens / tuning.tile,
+            seq_lens, items, num_items, num_seqs, seq_lens.stride(0),
+            self.wave(num_seqs), max_items, tuning.overhead_tokens / tuning.tile,
             TILE=tuning.tile, ITEM_WIDTH=ITEM_WIDTH, BLOCK_SEQS=block_seqs,
             BLOCK_ROWS=block_rows, NUM_CANDIDATES=_NUM_CANDIDATES,
             BLOCK_CANDIDATES=max(1, min(_NUM_CANDIDATES, 4096 // block_seqs)),
         )  # fmt: skip
+        return DecodeWork(self, items, num_items)
 
 
 # Row counts change from graph to graph: specialising on them would only compile more often.

@@ -7,7 +7,7 @@ write their output; of a row with several, the part that finishes last merges th
 import torch
 
 from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
-from nanovllm.kernels.decode_plan import ITEM_WIDTH, DecodePlan
+from nanovllm.kernels.decode_plan import ITEM_WIDTH, DecodeWork
 
 _LOG2_E = 1.4426950408889634
 
@@ -19,9 +19,9 @@ def paged_attention_reference(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    plan: DecodePlan | None,
+    work: DecodeWork | None,
 ) -> torch.Tensor:
-    """As `paged_attention`, row by row and in float32; `plan` is not used."""
+    """As `paged_attention`, row by row and in float32; `work` is not used."""
     block_size = k_cache.shape[1]
     group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -43,10 +43,11 @@ def paged_attention_triton(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    plan: DecodePlan | None,
+    work: DecodeWork | None,
 ) -> torch.Tensor:
-    """As `paged_attention`; `plan` must have been updated with these `seq_lens`."""
-    assert plan is not None, "the kernel takes its work from the plan"
+    """As `paged_attention`; `work` must have been cut from these `seq_lens`."""
+    assert work is not None, "the kernel takes its work from the list"
+    plan = work.plan
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -58,7 +59,7 @@ def paged_attention_triton(
     block_group = triton.next_power_of_2(group)
     _decode_kernel[(num_kv_heads, plan.max_items(num_seqs))](
         q, k_cache, v_cache, block_tables, out,
-        plan.items, plan.num_items, plan.num_done, plan.partial_out, plan.partial_lse,
+        work.items, work.num_items, plan.num_done, plan.partial_out, plan.partial_lse,
         q.stride(0), block_tables.stride(0), *k_cache.stride()[:3], scale * _LOG2_E,
         GROUP=group, HEAD_DIM=head_dim, PAGE=k_cache.shape[1], TILE=tuning.tile,
         ITEM_WIDTH=ITEM_WIDTH,
@@ -80,7 +81,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    plan: DecodePlan | None,
+    work: DecodeWork | None,
 ) -> torch.Tensor:
     """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
 
@@ -89,10 +90,10 @@ def paged_attention(
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
         block_tables: [num_seqs, max_blocks] int32, rows may be strided
         seq_lens: [num_seqs] int32, may be strided; 0 marks a padding row, whose output is zeros
-        plan: updated with these seq_lens; its partial results are overwritten
+        work: cut from these seq_lens; the partial results of its plan are overwritten
     """
     function = paged_attention_triton if use_triton(q) else paged_attention_reference
-    return function(q, k_cache, v_cache, block_tables, seq_lens, scale, plan)
+    return function(q, k_cache, v_cache, block_tables, seq_lens, scale, work)
 
 
 @triton.jit
@@ -107,7 +108,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        # Nothing is gained by telling the kernel after early: its programs would take room here.
         tl.extra.cuda.gdc_wait()
     # kv heads are neighbours in the grid, so the programs that share pages run together.
     kv_head = tl.program_id(0)

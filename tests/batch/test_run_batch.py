@@ -113,6 +113,21 @@ def test_shards_answer_each_line_once(tmp_path, source):
     assert results(tmp_path / "merged.jsonl") == results(tmp_path / "whole.jsonl")
 
 
+def run_piped(data, output):
+    """Run a job whose standard input is a pipe with `data` in it."""
+    reading, writing = os.pipe()
+    real = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        os.write(writing, data)
+        os.close(writing)
+        return run("-", output)
+    finally:
+        os.dup2(real, 0)
+        os.close(real)
+        os.close(reading)
+
+
 def test_compressed_input_from_a_pipe_resumes_by_custom_id(tmp_path):
     lines = [
         {
@@ -124,19 +139,17 @@ def test_compressed_input_from_a_pipe_resumes_by_custom_id(tmp_path):
         for i in range(8)
     ]
     text = "\n".join(map(json.dumps, lines)).encode()
-    words = command("-", tmp_path / "out.jsonl", "--quiet")
-    for data in (text[: len(text) // 2].rpartition(b"\n")[0], gzip.compress(text)):
-        done = subprocess.run(words, input=data, env=environment(), check=False)
-        assert done.returncode == 0
-    expected = {f"c{i}": str(14 + i) for i in range(8)}
-    assert results(tmp_path / "out.jsonl") == expected
-    plain = json.dumps({"prompt": "1+1=", "row": 0}).encode()
-    words = command("-", tmp_path / "plain.jsonl", "--quiet")
-    assert subprocess.run(words, input=plain, env=environment(), check=False).returncode == 0
-    refused = subprocess.run(
-        words, input=plain, env=environment(), check=False, capture_output=True
-    )
-    assert refused.returncode == 2 and b"by custom_id only" in refused.stderr
+    half = text[: len(text) // 2].rpartition(b"\n")[0]
+    first, second = (run_piped(data, tmp_path / "o") for data in (half, gzip.compress(text)))
+    assert (first.num_ok, second.num_ok, second.num_done_before) == (3, 5, 3)
+    assert results(tmp_path / "o") == {f"c{i}": str(14 + i) for i in range(8)}
+
+
+def test_a_pipe_of_lines_without_ids_cannot_be_gone_on_with(tmp_path):
+    line = json.dumps({"prompt": "1+1=", "row": 0}).encode()
+    assert run_piped(line, tmp_path / "o").num_ok == 1
+    with pytest.raises(RefusedOutput, match="by custom_id only"):
+        run_piped(line, tmp_path / "o")
 
 
 def test_only_bad_lines_still_make_a_job(tmp_path):
@@ -145,6 +158,15 @@ def test_only_bad_lines_still_make_a_job(tmp_path):
     assert (summary.num_ok, summary.num_failed, summary.exit_code) == (0, 300, 1)
     (tmp_path / "empty.jsonl").write_text("")
     assert run(tmp_path / "empty.jsonl", tmp_path / "none.jsonl").exit_code == 0
+
+
+def test_a_line_that_was_cut_and_is_whole_now_is_run(tmp_path):
+    line = {"custom_id": "a", "prompt": "12+34=", "temperature": 0, "row": 0}
+    text = json.dumps(line).encode()
+    counts = [run_piped(text[:size], tmp_path / "o") for size in (30, 30, len(text))]
+    assert [(c.num_ok, c.num_failed) for c in counts] == [(0, 1), (0, 0), (1, 0)]
+    records = [json.loads(line) for line in (tmp_path / "o").open()]
+    assert [record.get("output") for record in records] == [None, "46"]
 
 
 def test_a_cut_archive_is_done_as_far_as_it_goes_and_told(tmp_path):

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from nanovllm.kernels import paged_attention
-from nanovllm.kernels.decode_plan import DecodePlan, DecodeTuning, default_tuning
+from nanovllm.kernels.decode_plan import DecodePlan, DecodeTuning, DecodeWork, default_tuning
 from nanovllm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from nanovllm.kernels.paged_prefill import (
     default_blocks,
@@ -65,25 +65,25 @@ class DecodeCase:
             tuning=tuning,
         )
 
-    def attend(self, layer: int, plan: DecodePlan | None) -> torch.Tensor:
-        function = paged_attention_reference if plan is None else paged_attention_triton
+    def attend(self, layer: int, work: DecodeWork | None) -> torch.Tensor:
+        function = paged_attention_reference if work is None else paged_attention_triton
         k_cache, v_cache = self.kv_cache[0, layer], self.kv_cache[1, layer]
         tensors = (self.q, k_cache, v_cache, self.block_tables, self.seq_lens)
-        return function(*tensors, HEAD_DIM**-0.5, plan)
+        return function(*tensors, HEAD_DIM**-0.5, work)
 
     def time(self, tuning: DecodeTuning | None, *, check: bool = False, repeats: int = 12) -> float:
         """Return seconds a layer."""
         plan = self.plan(tuning)
-        plan.update(self.seq_lens)
-        out = self.attend(0, plan)
+        work = plan.cut(self.seq_lens)
+        out = self.attend(0, work)
         last: list[torch.Tensor] = []
 
         def layers() -> None:
-            last[:] = [self.attend(layer, plan) for layer in range(self.num_layers)][-1:]
+            last[:] = [self.attend(layer, work) for layer in range(self.num_layers)][-1:]
 
         seconds = graph_time(layers, repeats) / self.num_layers
         if check:  # after many merges the counters are back and the bits are the same
-            assert not plan.num_done.any() and torch.equal(self.attend(0, plan), out)
+            assert not plan.num_done.any() and torch.equal(self.attend(0, work), out)
             for layer, actual in ((0, out), (self.num_layers - 1, last[0])):
                 expected = self.attend(layer, None)
                 torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-2)
@@ -156,7 +156,7 @@ def time_plans(tuning: DecodeTuning | None) -> None:
 
         def updates(plan: DecodePlan = plan, case: DecodeCase = case) -> None:
             for _ in range(50):
-                plan.update(case.seq_lens)
+                plan.cut(case.seq_lens)
 
         print(f"plan update, batch {batch}: {graph_time(updates) / 50 * 1e6:.1f} us")
 
@@ -195,8 +195,8 @@ def sweep() -> None:
         try:
             for case, expected in zip(cases, expected_outs, strict=True):
                 plan = case.plan(tuning)
-                plan.update(case.seq_lens)
-                torch.testing.assert_close(case.attend(0, plan), expected, atol=2e-3, rtol=2e-2)
+                work = plan.cut(case.seq_lens)
+                torch.testing.assert_close(case.attend(0, work), expected, atol=2e-3, rtol=2e-2)
         except Exception as error:  # one setting must not end the sweep
             return f"{type(error).__name__}: {str(error)[:200]!r}"
         return None

@@ -61,24 +61,23 @@ class Case:
             tuning=tuning,
         )
 
-    def arguments(self, plan):
+    def arguments(self, work):
         tensors = (self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
-        return *tensors, self.head_dim**-0.5, plan
+        return *tensors, self.head_dim**-0.5, work
 
     def check(self, plan):
         expected = paged_attention_reference(*self.arguments(None))
         # Partial results of earlier calls must not leak in.
         plan.partial_out.fill_(float("nan"))
         plan.partial_lse.fill_(float("nan"))
-        plan.update(self.seq_lens)
-        actual = paged_attention_triton(*self.arguments(plan))
+        actual = paged_attention_triton(*self.arguments(plan.cut(self.seq_lens)))
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         assert not plan.num_done.any()
 
 
-def items_of(plan):
-    fields = plan.items[: int(plan.num_items), :5].tolist()
+def items_of(work):
+    fields = work.items[: int(work.num_items), :5].tolist()
     return [tuple(item) for item in fields]  # (row, begin, end, num_parts, first_item)
 
 
@@ -118,7 +117,7 @@ def test_one_very_long_row_is_cut_and_matches_the_reference():
     case = Case([20, 1500, 0, 33], block_size=64)
     plan = case.plan()
     case.check(plan)
-    assert max(end - begin for _, begin, end, *_ in items_of(plan)) <= 64
+    assert max(end - begin for _, begin, end, *_ in items_of(plan.cut(case.seq_lens))) <= 64
 
 
 def test_a_plan_is_reused_after_lengths_shrink():
@@ -134,10 +133,10 @@ def test_repeated_calls_on_one_plan_agree_bit_for_bit():
     """As in a step, where all layers share a plan; the merge must not depend on who comes last."""
     case = Case([300, 7, 120], heads=(4, 2))
     plan = case.plan()
-    plan.update(case.seq_lens)
-    first = paged_attention_triton(*case.arguments(plan))
+    work = plan.cut(case.seq_lens)
+    first = paged_attention_triton(*case.arguments(work))
     for _ in range(50 if DEVICE.type == "cuda" else 1):
-        assert torch.equal(paged_attention_triton(*case.arguments(plan)), first)
+        assert torch.equal(paged_attention_triton(*case.arguments(work)), first)
 
 
 def planned(lens, tuning=FINE, max_num_seqs=None):
@@ -150,8 +149,7 @@ def planned(lens, tuning=FINE, max_num_seqs=None):
         device=DEVICE,
         tuning=tuning,
     )
-    plan.update(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
-    return plan
+    return plan.cut(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +158,9 @@ def planned(lens, tuning=FINE, max_num_seqs=None):
     ids=lambda lens: str(lens[:3]),
 )
 def test_items_cover_each_token_once_longest_first_within_the_grid(lens):
-    plan = planned(lens, max_num_seqs=len(lens) + 5)
-    items = items_of(plan)
-    assert len(items) <= plan.max_items(len(lens)) <= len(plan.items)
+    work = planned(lens, max_num_seqs=len(lens) + 5)
+    items = items_of(work)
+    assert len(items) <= work.plan.max_items(len(lens)) == len(work.items)
     for row, seq_len in enumerate(lens):
         parts = [(index, item) for index, item in enumerate(items) if item[0] == row]
         edges = [item[1] for _, item in parts] + [parts[-1][1][2]]
@@ -178,18 +176,18 @@ def test_items_cover_each_token_once_longest_first_within_the_grid(lens):
 
 
 def test_an_equal_batch_fills_the_grid_evenly():
-    plan = planned([64] * 4, DecodeTuning(tile=16, programs_per_sm=512, overhead_tokens=4))
-    assert [item[1:3] for item in items_of(plan)] == [(0, 16), (16, 32), (32, 48), (48, 64)] * 4
+    work = planned([64] * 4, DecodeTuning(tile=16, programs_per_sm=512, overhead_tokens=4))
+    assert [item[1:3] for item in items_of(work)] == [(0, 16), (16, 32), (32, 48), (48, 64)] * 4
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts on the interpreter's four SMs")
 def test_few_rows_are_cut_into_one_wave_that_is_nearly_full():
-    plan = planned([160 + 80 * i for i in range(16)], DecodeTuning(tile=16, programs_per_sm=12))
-    assert 44 <= int(plan.num_items) <= 48
+    work = planned([160 + 80 * i for i in range(16)], DecodeTuning(tile=16, programs_per_sm=12))
+    assert 44 <= int(work.num_items) <= 48
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts on the interpreter's four SMs")
 def test_many_rows_stay_whole():
     lens = [160 + 10 * i for i in range(128)]
-    plan = planned(lens, DecodeTuning(tile=16, programs_per_sm=8))
-    assert int(plan.num_items) == 128
+    work = planned(lens, DecodeTuning(tile=16, programs_per_sm=8))
+    assert int(work.num_items) == 128
