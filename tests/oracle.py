@@ -39,10 +39,12 @@ class Oracle:
             self._known[key] = tokens, margins
         return self._known[key]
 
-    def check_greedy(self, prompt: list[int], answer: list[int]) -> None:
+    def check_greedy(
+        self, prompt: list[int], answer: list[int], margin: float = MARGIN
+    ) -> None:
         """Assert that `answer` is the greedy one, up to the first near-tie."""
         expected, margins = self.greedy(prompt, len(answer))
-        for place, (ours, theirs, margin) in enumerate(zip(answer, expected, margins, strict=True)):
-            if margin < MARGIN:
+        for place, (ours, theirs, lead) in enumerate(zip(answer, expected, margins, strict=True)):
+            if lead < margin:
                 return
-            assert ours == theirs, f"token {place} is {ours}, not {theirs} (margin {margin:.2g})"
+            assert ours == theirs, f"token {place} is {ours}, not {theirs} (margin {lead:.2g})"

@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -149,3 +152,57 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch):
     ]
     with pytest.raises(ValueError, match="needs 6 GPUs, and 4 are visible"):
         engine_environments(config, 3)
+
+
+def start_job(tmp_path):
+    """A long job on two engines, in a process group of its own, once results are there."""
+    line = {"prompt": "And the LORD", "temperature": 1, "max_tokens": 30, "ignore_eos": True}
+    (tmp_path / "in.jsonl").write_text((json.dumps(line) + "\n") * 4000)
+    output = tmp_path / "out.jsonl"
+    words = ["run-batch", "-i", tmp_path / "in.jsonl", "-o", output, "--model", MODEL]
+    words += ["--data-parallel-size", "2"]
+    for name, value in ENGINE.items():
+        words += ["--" + name.replace("_", "-"), value]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(MODEL.parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and not (output.exists() and output.stat().st_size):
+        time.sleep(0.01)
+    return process, output
+
+
+def test_ctrl_c_reaches_all_processes_and_only_the_parent_heeds_it(tmp_path):
+    """Starting multiprocessing's resource tracker had unblocked it in the first engine."""
+    process, output = start_job(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "other engines" not in err
+    assert 0 < len(output.read_text().splitlines()) < 4000
+
+
+def test_engines_end_with_their_parent(tmp_path):
+    process, _ = start_job(tmp_path)
+    process.kill()
+    process.communicate(timeout=60)  # until the last process that holds its stderr is gone
+    deadline = time.monotonic() + 30
+    while alive := [text for text in group_states(process.pid) if ") Z " not in text]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def group_states(group):
+    """The /proc/PID/stat lines of a process group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        if text.rpartition(")")[2].split()[2] == str(group):
+            found.append(text)
+    return found

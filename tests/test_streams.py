@@ -74,7 +74,9 @@ def test_pieces_of_random_tokens_are_the_final_text(llm, seed):
 def test_a_stream_among_others_gives_what_a_batch_gives(tiny_llm, enable_overlap):
     """With overlap a token comes a step late, and one too many is on its way at a stop string."""
     llm = tiny_llm(enable_overlap=enable_overlap)
-    params = SamplingParams(temperature=1.2, seed=3, max_tokens=60, ignore_eos=True, stop=["e", "a"])
+    params = SamplingParams(
+        temperature=1.2, seed=3, max_tokens=60, ignore_eos=True, stop=["e", "a"]
+    )
     expected = [o["text"] for o in llm.generate(["hello", "one two"], params, use_tqdm=False)]
     other = llm.add_request([5, 6, 7], GREEDY.clone(max_tokens=90))
     for prompt, text in zip(["hello", "one two"], expected, strict=True):

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -157,6 +158,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
     """A child started here never hears Ctrl-C, even while it imports: the parent decides."""
+    resource_tracker.ensure_running()  # first, since starting it takes the block off again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -168,8 +170,9 @@ def _blocked_interrupts() -> Iterator[None]:
 
 
 def _run_engine(number: int, config: Config, connection: Connection) -> None:
-    # A batch system signals all processes; what to do about it is the parent's to say.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A terminal or batch system signals all processes; what to do about it is the parent's to say.
+    for unheard in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(unheard, signal.SIG_IGN)
     try:
         options = {k: v for k, v in asdict(config).items() if k != "model"}
         with LLM(config.model, **options) as llm:

@@ -286,9 +286,11 @@ def _token_list(ids: Any) -> list[int]:
             f"must be a string, token ids or a dict with one of them, got {type(ids).__name__}"
         )
     try:
-        if any(isinstance(token_id, bool) for token_id in ids):
+        kinds = set(map(type, ids))
+        if bool in kinds:
             raise TypeError
-        token_ids = [operator.index(token_id) for token_id in ids]
+        # Prompts may be millions of plain ints: those are not looked at one by one.
+        token_ids = list(ids) if kinds == {int} else [operator.index(i) for i in ids]
     except TypeError:
         bad = next(i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__"))
         raise TypeError(f"has {bad!r} among its token ids, which must be integers") from None

@@ -13,7 +13,8 @@ from nanovllm.engine.row_params import num_logprobs, param_cells, row_features, 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Column, row_width
 
-_BLOCKS_AHEAD = 4  # a row then asks for blocks once in four block lengths
+# With memory to spare a row asks for blocks this seldom: a step without changes sends nothing.
+_BLOCKS_AHEAD = 16
 
 
 class RowTable:

@@ -108,7 +108,6 @@ def _decode_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        # Nothing is gained by telling the kernel after early: its programs would take room here.
         tl.extra.cuda.gdc_wait()
     # kv heads are neighbours in the grid, so the programs that share pages run together.
     kv_head = tl.program_id(0)
@@ -157,6 +156,9 @@ def _decode_kernel(
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         max_score = new_max
 
+    if PDL:
+        # Not earlier: waiting programs of the next kernel would take room from those that read.
+        tl.extra.cuda.gdc_launch_dependents()
     # A padding row has no tokens: 0 / 1.
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_row = out + row.to(tl.int64) * (num_kv_heads * GROUP * HEAD_DIM)

@@ -1,15 +1,13 @@
 """The narrow projections of decode batches (attention output, MLP down), K split over programs.
 
 With few output features a library GEMM leaves most of a GPU idle. Here each program sums a share of
-K, and the norm that follows anyway adds the float32 shares up in a fixed order. The MLP's gated
-activation is taken as x is read, which saves a kernel.
+K, and the norm that follows anyway adds the float32 shares up in a fixed order.
 """
 
 import torch
 from torch.nn import functional as F
 
 from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
-from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 _MAX_ROWS = 256
 _MAX_OUT_FEATURES = 1024  # wider ones fill an H200 by themselves
@@ -24,34 +22,27 @@ _CONFIGS = {
 }
 
 
-def split_gemm(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+def split_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `x @ weight.T`, or float32 [num_splits, num_rows, out_features] that sum up to it.
 
     For `add_rms_norm`, which takes either.
 
-    Args:
-        x: [num_rows, in_features], rows may be strided; with `gated` [num_rows, 2 * in_features],
-            gate first, of which `silu_and_mul` is taken
-        weight: [out_features, in_features]
+    x: [num_rows, in_features], rows may be strided; weight: [out_features, in_features]
     """
     out_features, in_features = weight.shape
     fits = out_features <= _MAX_OUT_FEATURES and out_features % 64 == 0
     fits = fits and in_features % (128 * _NUM_SPLITS) == 0 and 0 < x.shape[0] <= _MAX_ROWS
     if fits and use_triton(x) and x.dtype != torch.float32:
-        return split_gemm_triton(x, weight, gated=gated)
-    return F.linear(silu_and_mul(x) if gated else x, weight)
+        return split_gemm_triton(x, weight)
+    return split_gemm_reference(x, weight)
 
 
-def split_gemm_reference(
-    x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False
-) -> torch.Tensor:
+def split_gemm_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Plain torch form of `split_gemm`: the whole sum."""
-    return F.linear(silu_and_mul_reference(x) if gated else x, weight)
+    return F.linear(x, weight)
 
 
-def split_gemm_triton(
-    x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False
-) -> torch.Tensor:
+def split_gemm_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Triton form of `split_gemm`: always shares, [num_splits, num_rows, out_features] float32."""
     num_rows = x.shape[0]
     out_features, in_features = weight.shape
@@ -66,7 +57,7 @@ def split_gemm_triton(
     _split_gemm_kernel[grid](
         x, weight, out, num_rows, x.stride(0), OUT_FEATURES=out_features,
         IN_FEATURES=in_features, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        NUM_SPLITS=_NUM_SPLITS, GATED=gated, num_warps=4, num_stages=num_stages, **pdl_options(x),
+        NUM_SPLITS=_NUM_SPLITS, num_warps=4, num_stages=num_stages, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -76,7 +67,7 @@ def _split_gemm_kernel(
     x, weight, out, num_rows, x_stride,
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = IN_FEATURES // NUM_SPLITS
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -97,14 +88,7 @@ def _split_gemm_kernel(
     weight_pointers = weight + columns[None, :] * IN_FEATURES + features[:, None]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(0, SHARE, BLOCK_K):
-        left = tl.load(x_pointers)
-        if GATED:
-            gate = left.to(tl.float32)
-            # Rounded between the two factors and after them, as separate kernels do.
-            activated = (gate / (1.0 + tl.exp(-gate))).to(left.dtype).to(tl.float32)
-            up = tl.load(x_pointers + IN_FEATURES).to(tl.float32)
-            left = (activated * up).to(left.dtype)
-        sums = tl.dot(left, tl.load(weight_pointers), sums)
+        sums = tl.dot(tl.load(x_pointers), tl.load(weight_pointers), sums)
         x_pointers += BLOCK_K
         weight_pointers += BLOCK_K
     out_pointers = out + (split * num_rows + rows)[:, None] * OUT_FEATURES + columns[None, :]

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.split_gemm import split_gemm
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.parallel import ParallelContext
@@ -162,14 +161,11 @@ class RowParallelLinear(ReplicatedLinear):
         bias = self.bias if self._parallel.tp_rank == 0 else None
         return self._parallel.all_reduce(F.linear(x, self.weight, bias))
 
-    def partials(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-        """Of x, or its gated activation: as `forward`, or float32 shares for RMSNorm to sum.
-
-        x: [n, in_features / tp_size], twice as wide if `gated`; shares: [num_splits, n, out_features]
-        """
+    def partials(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`, or float32 shares [num_splits, n, out_features], for RMSNorm to sum."""
         if self.bias is None and self._parallel.tp_size == 1:
-            return split_gemm(x, self.weight, gated=gated)
-        result: torch.Tensor = self(silu_and_mul(x) if gated else x)
+            return split_gemm(x, self.weight)
+        result: torch.Tensor = self(x)
         return result
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -56,7 +57,9 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down_proj.partials(self.gate_up_proj(x), gated=True)
+        # Reading gate and up in the down projection itself was 2 % slower on an H200.
+        activated = silu_and_mul(self.gate_up_proj(x))
+        down: torch.Tensor = self.down_proj.partials(activated)
         return down
 
 

@@ -14,7 +14,7 @@ __all__ = ["Timeline", "TraceWriter", "report_html", "write_report"]
 
 _PHASE_NAMES = {
     "schedule": "putting steps together",
-    "launch": "launching them",
+    "launch": "launching them, on a CPU running them",
     "wait": "waiting for the device",
     "update": "taking tokens in",
 }
@@ -51,7 +51,7 @@ def _charts(timeline: Timeline) -> list[tuple[str, str, str]]:
     def rates(field: str) -> list[float]:
         return [getattr(bucket, field) / width for bucket in buckets]
 
-    hits = [100 * b.num_cached_tokens / max(b.num_prompt_tokens, 1e-9) for b in buckets]
+    hits = _hit_rates(timeline)
     num_engines = len(timeline.engines)
     engines = f", {num_engines} engines together" if num_engines > 1 else ""
     return [
@@ -97,6 +97,16 @@ def _charts(timeline: Timeline) -> list[tuple[str, str, str]]:
         ("Prompt lengths", "requests by tokens", histogram(timeline.prompt_lengths, "tokens")),
         ("Output lengths", "requests by tokens", histogram(timeline.output_lengths, "tokens")),
     ]
+
+
+def _hit_rates(timeline: Timeline) -> list[float]:
+    """Percent for each bucket; where no request finished, the last value stays."""
+    rates, last = [], 0.0
+    for bucket in timeline.buckets:
+        if bucket.num_prompt_tokens > 0:
+            last = 100 * bucket.num_cached_tokens / bucket.num_prompt_tokens
+        rates.append(last)
+    return rates
 
 
 _STYLE = """

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from nanovllm.metrics import StepSample
 
-MAX_BUCKETS = 480
-_FIRST_WIDTH_S = 0.25
+MAX_BUCKETS = 240
+_FIRST_WIDTH_S = 0.5
 _PHASES = ("schedule", "launch", "wait", "update")
 
 

@@ -41,7 +41,7 @@ def test_buckets_hold_all_that_happened_however_long_it_took():
     assert len(timeline.buckets) * timeline.width_s == pytest.approx(2500, rel=0.01)
     total = sum(bucket.num_output_tokens for bucket in timeline.buckets)
     assert total == pytest.approx(50_000)
-    middle = timeline.buckets[100]
+    middle = timeline.buckets[60]
     assert middle.num_output_tokens / timeline.width_s == pytest.approx(20)
     assert middle.load() == pytest.approx((10, 5, 0.25))
 
@@ -49,8 +49,8 @@ def test_buckets_hold_all_that_happened_however_long_it_took():
 def test_a_long_step_is_spread_over_its_time():
     timeline = Timeline(100.0)
     timeline.add_step(samples(1, seconds=2.0)[0])
-    rates = [bucket.num_output_tokens for bucket in timeline.buckets[:8]]
-    assert rates == pytest.approx([10 / 8] * 8)
+    rates = [bucket.num_output_tokens for bucket in timeline.buckets[:4]]
+    assert rates == pytest.approx([10 / 4] * 4)
 
 
 def test_loads_of_engines_add_up():

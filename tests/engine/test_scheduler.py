@@ -283,6 +283,23 @@ def test_a_preempted_sequence_computes_prompt_and_generated_tokens_again():
     assert len(seqs[1].token_ids) == len(known) + 1, "the re-prefill's token counts"
 
 
+def test_a_preempted_sequence_waits_for_its_tokens_in_flight():
+    engine = preempting_engine()
+    seqs = growing_seqs(2)
+    engine.scheduler.add(seqs)
+    while not engine.scheduler.num_preemptions:
+        engine.launch()
+        if len(engine.in_flight) > 3:
+            engine.bring_in()
+    assert seqs[1].has_token_in_flight
+    engine.scheduler.finish(seqs[0], "abort")  # room, and still not yet
+    assert engine.launch() is None
+    while engine.in_flight:
+        engine.bring_in()
+    engine.run(max_steps=200)
+    assert answers(seqs[1:]) == expected_answers(seqs[1:])
+
+
 def test_last_in_is_first_out():
     engine = preempting_engine(num_blocks=24)
     seqs = growing_seqs(4, num_prompt_tokens=4)
@@ -540,6 +557,22 @@ def test_a_row_that_leaves_is_filled_by_the_last_one():
     assert output.moves.tolist() == [[3, 1]]
     assert [seq.row for seq in seqs] == [0, -1, 2, 1]
     assert output.num_decode_rows == 3
+
+
+def test_a_row_may_move_twice_between_two_steps():
+    engine = Engine()
+    seqs = make_seqs([4, 5, 6, 7], max_tokens=8)
+    engine.scheduler.add(seqs)
+    engine.step()
+    engine.scheduler.finish(seqs[2], "abort")
+    assert engine.scheduler.rows.extend_block_tables()  # packs: 3 to 2
+    engine.scheduler.finish(seqs[0], "abort")
+    output = engine.launch()  # packs: 2 to 0
+    assert output.moves.tolist() == [[3, 0]], "the device copies all rows at once"
+    engine.bring_in()
+    engine.run(max_steps=20)
+    kept = [seqs[1], seqs[3]]
+    assert answers(kept) == expected_answers(kept)
 
 
 def test_steady_decode_sends_no_changes():

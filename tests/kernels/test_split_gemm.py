@@ -51,14 +51,3 @@ def test_the_norm_sums_shares_as_it_takes_a_whole_product(num_rows):
 def test_shapes_that_do_not_fit_go_to_the_library(num_rows, out_features, in_features):
     x, weight = make(num_rows, out_features, in_features)
     assert torch.equal(split_gemm(x, weight), F.linear(x, weight))
-
-
-@needs_triton
-@pytest.mark.parametrize("num_rows", [1, 20, 70])
-def test_the_gated_activation_is_taken_on_the_way_in(num_rows):
-    gate_up, weight = make(num_rows)
-    gate_up = gate_up.contiguous().repeat(1, 2) * 2
-    expected = split_gemm_reference(gate_up, weight, gated=True).float()
-    shares = split_gemm_triton(gate_up, weight, gated=True)
-    torch.testing.assert_close(shares.sum(0), expected, rtol=2**-6, atol=2**-6)
-    assert torch.equal(split_gemm(gate_up.cpu(), weight.cpu(), gated=True).float(), expected.cpu())

@@ -1,0 +1,133 @@
+"""The engine on CUDA: every backend, graphs and eager, overlap, preemption; sums of the demo model."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from oracle import Oracle
+from tiny_models import write_tiny_qwen3
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+needs_flash_attn = pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn")
+
+
+@pytest.fixture(scope="module")
+def sums(demo_model):
+    """(prompt, answer) of sums that the demo model has not seen in training."""
+    pairs = json.loads((demo_model / "arithmetic_pairs.json").read_text())
+    (name,) = set(pairs) - {"train"}
+    return [(f"{a}{op}{b}=", str(a + b if op == "+" else a - b)) for a, op, b in pairs[name]]
+
+
+def share_right(llm: LLM, sums: list[tuple[str, str]]) -> float:
+    outputs = llm.generate([prompt for prompt, _ in sums], GREEDY, use_tqdm=False)
+    right = [out["text"] == answer for out, (_, answer) in zip(outputs, sums, strict=True)]
+    return sum(right) / len(right)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_backend": "triton"},
+        {"attention_backend": "triton", "enforce_eager": True},
+        {"attention_backend": "sdpa"},
+        pytest.param({"attention_backend": "flash_attn"}, marks=needs_flash_attn),
+        pytest.param(
+            {"attention_backend": "flash_attn", "kvcache_block_size": 256}, marks=needs_flash_attn
+        ),
+        {"enable_overlap": False},
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"max_num_seqs": 100, "max_num_batched_tokens": 150},
+        {"num_kvcache_blocks": 9, "kvcache_block_size": 16},
+    ],
+    ids=str,
+)
+def test_held_out_sums_are_right(demo_model, sums, options):
+    with LLM(demo_model, **{"num_kvcache_blocks": 2048, **options}) as llm:
+        assert share_right(llm, sums) >= 0.99
+        # A smaller batch after a larger one: padding rows of a graph must not read old rows.
+        assert share_right(llm, sums[:21]) >= 0.95
+        blocks = llm._engine.scheduler.blocks
+        assert blocks.num_free_blocks == blocks.num_blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True, "attention_backend": "sdpa"},
+        {"num_kvcache_blocks": 12, "max_num_batched_tokens": 33},
+        {"max_num_seqs": 3, "enable_overlap": False},
+    ],
+    ids=str,
+)
+def test_float32_equals_the_oracle_on_the_cpu(tmp_path, options):
+    model = write_tiny_qwen3(tmp_path / "model", head_dim=32)
+    oracle = Oracle(model)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 15, 16, 17, 40, 70, 33]
+    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
+    prompts += [prompts[4] + [7], prompts[4]]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    defaults = {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 256}
+    with LLM(model, **{**defaults, **options}) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            for prompt, output in zip(prompts, llm.generate(prompts, params, False), strict=True):
+                # TF32 is off, but sums run in another order than on the CPU.
+                oracle.check_greedy(prompt, output["token_ids"], margin=1e-3)
+
+
+def test_a_seeded_request_draws_the_same_in_any_company(demo_model):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=24)
+    with LLM(demo_model, dtype="float32", num_kvcache_blocks=512) as llm:
+        (alone,) = llm.generate(["In the beginning"], params, use_tqdm=False)
+        others = [f"{i}+{i}=" for i in range(40)]
+        crowd = llm.generate([*others, "In the beginning"], params, use_tqdm=False)
+        assert crowd[-1]["token_ids"] == alone["token_ids"]
+
+
+def test_filters_and_logprobs_behind_the_graph(demo_model):
+    """Rows that ask for more are redrawn from the graph's logits; others keep their tokens."""
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    asking = plain.clone(logprobs=3, repetition_penalty=1.0001, top_k=5)
+    sampled = SamplingParams(temperature=0.9, top_p=0.5, seed=3, max_tokens=12, logprobs=1)
+    with LLM(demo_model, dtype="float32", num_kvcache_blocks=512) as llm:
+        expected = llm.generate(["And he said"], plain, use_tqdm=False)[0]["token_ids"]
+        mixed = llm.generate(["And he said"] * 3, [plain, asking, sampled], use_tqdm=False)
+        assert mixed[0]["token_ids"] == mixed[1]["token_ids"] == expected
+        for output in mixed[1:]:
+            completion = output.outputs[0]
+            assert len(completion.logprobs) == len(completion.token_ids)
+            for token_id, position in zip(completion.token_ids, completion.logprobs, strict=True):
+                assert token_id in position
+
+
+def test_bfloat16_logits_are_as_close_to_float32_as_transformers_own(demo_model):
+    """Largest and mean difference at most 1.5 times those of transformers in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    text = (demo_model / "tokenizer_config.json").read_text() * 4
+    with LLM(demo_model, num_kvcache_blocks=512) as llm:
+        ids = llm.get_tokenizer()(text)["input_ids"][:1000]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
+        output = llm.generate([ids], params, use_tqdm=False)[0]
+    ours = torch.zeros(len(ids) - 1, 4096)
+    for row, position in enumerate(output.prompt_logprobs[1:]):
+        ours[row, list(position)] = torch.tensor([entry.logprob for entry in position.values()])
+    reference = {}
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cuda")):
+        model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=dtype).to(device)
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids], device=device)).logits[0, :-1].float().cpu()
+        reference[dtype] = logits.log_softmax(dim=-1)
+    exact = reference[torch.float32]
+    theirs = (reference[torch.bfloat16] - exact).abs()
+    mine = (ours - exact).abs()
+    assert mine.mean() <= 1.5 * theirs.mean() and mine.max() <= 1.5 * theirs.max()
