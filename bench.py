@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import logging
 import os
@@ -89,7 +90,8 @@ def run(llm: Any, prompts: list[list[int]], params: list[Any], label: str) -> fl
     after = llm.metrics.as_dict()
     phases = {name: after[name] - before[name] for name in after}
     print(
-        f"{label}: {num_in} tokens in, {num_out} out, {seconds:.2f} s, {num_out / seconds:,.0f} tok/s"
+        f"{label}: {num_in} tokens in, {num_out} out, {seconds:.2f} s, "
+        f"{num_out / seconds:,.0f} tok/s"
     )
     print("  " + ", ".join(f"{name} {value:.4g}" for name, value in phases.items() if value))
     return num_out / seconds
@@ -168,10 +170,8 @@ def main() -> None:
 
     options = dict(item.split("=", 1) for item in args.engine_options.split(",") if item)
     for name, value in options.items():
-        try:
+        with contextlib.suppress(ValueError, SyntaxError):  # a plain word is a string
             options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            pass  # a plain word is a string
     with tempfile.TemporaryDirectory() as directory:
         model = args.model
         if args.size:

@@ -1,7 +1,6 @@
 """A chat and a completion, on the small model in this repository or on yours.
 
-    python example.py
-    python example.py --model ~/models/Qwen3-0.6B
+Run `python example.py`, or `python example.py --model ~/models/Qwen3-0.6B`.
 """
 
 import argparse

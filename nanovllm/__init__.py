@@ -1,4 +1,4 @@
-"""nanovllm: offline batch inference for language models, small enough to read, fast enough to use."""
+"""nanovllm: offline batch inference for language models, small enough to read, fast to use."""
 
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanovllm.engine.request_builder import BadPrompt
+from nanovllm.frontend.request_builder import BadPrompt
 
 _EXAMPLE = "{'role': 'user', 'content': 'Hello'}"
 # What `chat` has arguments for, and what it decides itself.

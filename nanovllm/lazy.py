@@ -10,9 +10,9 @@ from itertools import repeat
 from threading import Event
 from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.output_processor import Request
-from nanovllm.engine.request_builder import BadPrompt
+from nanovllm.frontend.llm_engine import LLMEngine
+from nanovllm.frontend.output_processor import Request
+from nanovllm.frontend.request_builder import BadPrompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.run_requests import error_output, step_whole
 from nanovllm.sampling_params import SamplingParams

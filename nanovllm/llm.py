@@ -10,8 +10,8 @@ from typing import Any
 
 from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_builder import params_list, prompt_list
+from nanovllm.frontend.llm_engine import LLMEngine
+from nanovllm.frontend.request_builder import params_list, prompt_list
 from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import iterate, paired, stream_text
 from nanovllm.metrics import StepSample, StepSampler

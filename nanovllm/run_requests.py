@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.output_processor import Request
-from nanovllm.engine.request_builder import BadPrompt
+from nanovllm.frontend.llm_engine import LLMEngine
+from nanovllm.frontend.output_processor import Request
+from nanovllm.frontend.request_builder import BadPrompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupt import InterruptFlag

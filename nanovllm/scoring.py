@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_builder import prompt_list
+from nanovllm.frontend.llm_engine import LLMEngine
+from nanovllm.frontend.request_builder import prompt_list
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_requests
 from nanovllm.sampling_params import SamplingParams

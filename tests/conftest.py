@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported: tiny models run faster on one thread a process than on all cores, which
+# spawned processes, that inherit it, would fight over.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter.

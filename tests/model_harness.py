@@ -32,9 +32,7 @@ def build(
         num_heads=config.num_heads // parallel.tp_size,
         num_kv_heads=max(1, config.num_kv_heads // parallel.tp_size),
         head_dim=config.head_dim,
-        block_size=BLOCK_SIZE,
         max_num_seqs=4,
-        max_model_len=max_model_len,
         dtype=dtype,
         device=CPU,
     )

@@ -39,9 +39,7 @@ class Oracle:
             self._known[key] = tokens, margins
         return self._known[key]
 
-    def check_greedy(
-        self, prompt: list[int], answer: list[int], margin: float = MARGIN
-    ) -> None:
+    def check_greedy(self, prompt: list[int], answer: list[int], margin: float = MARGIN) -> None:
         """Assert that `answer` is the greedy one, up to the first near-tie."""
         expected, margins = self.greedy(prompt, len(answer))
         for place, (ours, theirs, lead) in enumerate(zip(answer, expected, margins, strict=True)):

@@ -86,9 +86,7 @@ class Step:
             num_heads=NUM_HEADS,
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
-            block_size=self.block_size,
             max_num_seqs=len(self.chunks) + 1,
-            max_model_len=1024,
             dtype=DTYPE,
             device=DEVICE,
         )

@@ -17,9 +17,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.executor import LocalExecutor
 from nanovllm.engine.model_inputs import Uploader
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_handle import StepHandle
+from nanovllm.frontend.output_processor import OutputProcessor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -24,9 +24,7 @@ def make_model(model_dir):
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=16,
         max_num_seqs=4,
-        max_model_len=64,
         dtype=torch.float32,
         device=device,
     )

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import redraw as redraw_module
 from nanovllm.engine.admission import LengthPredictor
-from nanovllm.kernels.keep_top import keep_top
-from nanovllm.kernels.penalties import IN_PROMPT, apply_penalties
 from nanovllm.kernels.sample import sample
-from nanovllm.layers.filters import add_bias, allow_only, bar
+from nanovllm.sampling import redraw as redraw_module
+from nanovllm.sampling.filters import add_bias, allow_only, bar
+from nanovllm.sampling.keep_top import keep_top
+from nanovllm.sampling.penalties import IN_PROMPT, apply_penalties
 
 NUM_DRAWS = 100_000
 MARGIN = 1e-4

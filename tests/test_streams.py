@@ -102,7 +102,17 @@ STOPS = [
     ),
     ({"stop": "ee<|im_end|>"}, "one two END thr", "ee<|im_end|>"),
     ({"stop": "three", "skip_special_tokens": False}, "one two END ", "three"),
-    ({"skip_special_tokens": False}, "one two END three<|im_end|>", None),
+    ({"skip_special_tokens": False}, "one two END three", None),  # eos ended it: as stop strings
+    (
+        {"skip_special_tokens": False, "include_stop_str_in_output": True},
+        "one two END three<|im_end|>",
+        None,
+    ),
+    (
+        {"skip_special_tokens": False, "ignore_eos": True},  # ended by length: eos is no end
+        "one two END three<|im_end|>",
+        None,
+    ),
 ]
 
 
@@ -115,7 +125,8 @@ def test_stop_rules_in_batches_and_streams(llm, fields, text, stop_reason):
     params = spelled(llm, "one two END three", **fields)
     (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
     completion = output.outputs[0]
-    assert (completion.text, completion.finish_reason) == (text, "stop")
+    reason = "length" if params.ignore_eos else "stop"
+    assert (completion.text, completion.finish_reason) == (text, reason)
     assert completion.stop_reason == stop_reason
     decoded = llm.get_tokenizer().decode(completion.token_ids)
     assert "one two END three<|im_end|>".startswith(decoded), "no token but those drawn"

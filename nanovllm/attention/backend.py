@@ -20,18 +20,9 @@ class AttentionBackend(Protocol):
     is_capturable: bool  # a decode step may be captured in a CUDA graph
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-    ) -> None:
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
+        dtype: torch.dtype, device: torch.device, scale: float | None = None,
+    ) -> None:  # fmt: skip
         """Head counts are those of this rank; `scale` is head_dim**-0.5 unless given."""
 
     def prepare(self, ctx: ForwardContext) -> Any:

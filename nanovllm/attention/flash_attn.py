@@ -23,14 +23,9 @@ class FlashAttnBackend(TritonBackend):
     name = "flash_attn"
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        ctx: ForwardContext,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor,
+        v_cache: torch.Tensor, ctx: ForwardContext,
+    ) -> torch.Tensor:  # fmt: skip
         is_paged = ctx.has_cached_prefix
         # Small pages are not gathered for flash-attn: that copies every cached token once per row
         # and layer, also those that rows share. Our kernel reads them in place at a like speed.

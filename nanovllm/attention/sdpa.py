@@ -18,32 +18,18 @@ class SdpaBackend:
     is_capturable = False
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-    ) -> None:
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
+        dtype: torch.dtype, device: torch.device, scale: float | None = None,
+    ) -> None:  # fmt: skip
         self._scale = head_dim**-0.5 if scale is None else scale
 
     def prepare(self, ctx: ForwardContext) -> Any:
         return None
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        ctx: ForwardContext,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor,
+        v_cache: torch.Tensor, ctx: ForwardContext,
+    ) -> torch.Tensor:  # fmt: skip
         if ctx.is_decode:
             return decode_attention(
                 q, k_cache, v_cache, ctx.block_tables, ctx.seq_lens, self._scale
@@ -100,13 +86,9 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
 
     q: [num_seqs, num_heads, head_dim], k_cache, v_cache: [num_blocks, block_size, num_kv_heads,
@@ -126,13 +108,9 @@ def decode_attention(
 
 
 def _decode_slice(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     num_seqs, num_heads = q.shape[:2]
     positions = torch.arange(max(1, int(seq_lens.max())), device=q.device).expand(num_seqs, -1)

@@ -15,18 +15,9 @@ class TritonBackend:
     is_capturable = True
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-    ) -> None:
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
+        dtype: torch.dtype, device: torch.device, scale: float | None = None,
+    ) -> None:  # fmt: skip
         self._scale = head_dim**-0.5 if scale is None else scale
         self._plan = DecodePlan(
             num_heads=num_heads,
@@ -41,14 +32,9 @@ class TritonBackend:
         return self._plan.cut(ctx.seq_lens) if ctx.is_decode else None
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        ctx: ForwardContext,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor,
+        v_cache: torch.Tensor, ctx: ForwardContext,
+    ) -> torch.Tensor:  # fmt: skip
         caches = (k_cache, v_cache, ctx.block_tables, ctx.seq_lens)
         if ctx.is_decode:
             return paged_attention_triton(q, *caches, self._scale, ctx.attn_metadata)

@@ -23,8 +23,8 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, RunItem
 from nanovllm.data_parallel.placement import engine_environments
-from nanovllm.engine.output_processor import Request
-from nanovllm.engine.request_builder import (
+from nanovllm.frontend.output_processor import Request
+from nanovllm.frontend.request_builder import (
     BadPrompt,
     Limits,
     RequestBuilder,

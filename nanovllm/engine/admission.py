@@ -40,8 +40,8 @@ class LengthPredictor:
 def predicted_peak_tokens(lengths: np.ndarray, final_lengths: np.ndarray, granule: int) -> int:
     """Most KV entries in use at any later step if nothing else is admitted.
 
-    lengths, final_lengths: [num_seqs] now and at the end; granule: tokens of a block, of which every
-    sequence wastes half a one on average.
+    lengths, final_lengths: [num_seqs] now and at the end; granule: tokens of a block, of which
+    every sequence wastes half a one on average.
     """
     if len(lengths) == 0:
         return 0

@@ -29,7 +29,7 @@ def _prefix_hash(parent_hash: int, tokens: bytes) -> int:
 
 
 class BlockManager:
-    """Owns the KV cache's bookkeeping: reference counts, the prefix index and the eviction order."""
+    """Owns the KV cache's bookkeeping: reference counts, prefix index and eviction order."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: dense where a padded row costs most, and the cap itself, never more."""
+    """Batch sizes to capture: dense where a padded row costs most, up to the cap itself."""
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs + 1, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 

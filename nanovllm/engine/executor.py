@@ -23,46 +23,35 @@ class StepFuture(Protocol):
     def wait(self) -> StepOutput: ...
 
 
-class Executor(Protocol):
-    """The device side as the engine sees it."""
+class LocalExecutor:
+    """The device side as the engine sees it, here on one device in this process."""
+
+    _runner: ModelRunner | None = None
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self._runner = spec.build(ParallelContext.single())
 
     def init_kv_cache(self) -> int:
         """Allocate the KV cache on every rank; return its number of blocks."""
+        return int(self.call("init_kv_cache"))
 
     def execute(self, output: SchedulerOutput) -> StepFuture:
         """Launch a step on every rank and return at once."""
-
-    def call(self, name: str, *args: Any) -> Any:
-        """Call a method of every rank's ModelRunner, with no step in flight; rank 0's result."""
-
-    def call_rank_0(self, name: str, *args: Any) -> Any:
-        """Call a method of this process's ModelRunner only, which may raise and no worker dies."""
-
-    def close(self) -> None:
-        """Give everything back. A second call does nothing."""
-
-
-class LocalExecutor:
-    """One device, in this process."""
-
-    def __init__(self, spec: RunnerSpec) -> None:
-        self._runner: ModelRunner | None = spec.build(ParallelContext.single())
-
-    def init_kv_cache(self) -> int:
-        return self._live_runner().init_kv_cache()
-
-    def execute(self, output: SchedulerOutput) -> StepHandle:
         return self._live_runner().execute(output)
 
     def call(self, name: str, *args: Any) -> Any:
+        """Call a method of every rank's ModelRunner, with no step in flight; rank 0's result."""
+        return self.call_rank_0(name, *args)
+
+    def call_rank_0(self, name: str, *args: Any) -> Any:
+        """Call a method of this process's ModelRunner only, which may raise and no worker dies."""
         return getattr(self._live_runner(), name)(*args)
 
-    call_rank_0 = call
-
     def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        """Give everything back. A second call does nothing."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
 
     def _live_runner(self) -> ModelRunner:
         if self._runner is None:
@@ -83,7 +72,7 @@ class _WatchedStep:
         return self._handle.wait()
 
 
-class TensorParallelExecutor:
+class TensorParallelExecutor(LocalExecutor):
     """Rank 0 in this process and a worker process for every other rank.
 
     Every rank executes the same records, so all hold the same rows; only collectives connect them.
@@ -92,16 +81,11 @@ class TensorParallelExecutor:
     def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
         self._group = WorkerGroup(spec, tp_size)
         try:
-            self._runner: ModelRunner | None = self._group.on_rank_0(
-                lambda: spec.build(self._group.join())
-            )
+            self._runner = self._group.on_rank_0(lambda: spec.build(self._group.join()))
             self._group.collect()
         except BaseException:
             self.close()
             raise
-
-    def init_kv_cache(self) -> int:
-        return int(self.call("init_kv_cache"))
 
     def execute(self, output: SchedulerOutput) -> StepFuture:
         self._group.send(STEP, output.to_bytes())
@@ -115,24 +99,14 @@ class TensorParallelExecutor:
         self._group.collect()
         return result
 
-    def call_rank_0(self, name: str, *args: Any) -> Any:
-        return getattr(self._live_runner(), name)(*args)
-
     def close(self) -> None:
         self._group.close()
-        runner, self._runner = getattr(self, "_runner", None), None
-        if runner is not None:
-            runner.close()
-
-    def _live_runner(self) -> ModelRunner:
-        if self._runner is None:
-            raise RuntimeError("The engine is closed. Build a new LLM.")
-        return self._runner
+        super().close()
 
 
 def make_executor(
     config: Config, model_config: ModelConfig, model_dir: Path, *, max_model_len: int
-) -> LocalExecutor | TensorParallelExecutor:
+) -> LocalExecutor:
     """Build the executor that `config` asks for; weights are loaded when it returns."""
     spec = RunnerSpec(config, model_config, model_dir, max_model_len)
     if config.tensor_parallel_size == 1:

@@ -10,11 +10,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+SAMPLING_WORKSPACE_BYTES = 256 * 2**20  # what redrawing takes beside its token counts
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """The KV cache of one rank: `[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]`."""
+    """One rank's KV cache: `[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]`."""
 
     num_layers: int
     block_size: int
@@ -46,6 +47,11 @@ class MemoryUse:
     activations: int  # peak of the largest step above the weights
 
 
+def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """The most device memory that redrawing takes, once a row asks for it: int32 counts first."""
+    return 4 * max_num_seqs * vocab_size + SAMPLING_WORKSPACE_BYTES
+
+
 def num_blocks_on_cuda(memory: MemoryUse, utilization: float, shape: KVCacheShape) -> int:
     """Blocks that fit into `utilization` of the device, less what this engine uses itself.
 
@@ -60,7 +66,8 @@ def num_blocks_on_cuda(memory: MemoryUse, utilization: float, shape: KVCacheShap
     num_blocks = cache_bytes // shape.block_bytes
     parts = (
         f"total {memory.total / _GIB:.2f} GiB, free {memory.free / _GIB:.2f} GiB, "
-        f"weights {memory.weights / _GIB:.2f} GiB, activations {memory.activations / _GIB:.2f} GiB, "
+        f"weights {memory.weights / _GIB:.2f} GiB, "
+        f"activations {memory.activations / _GIB:.2f} GiB, "
         f"KV cache {max(0, cache_bytes) / _GIB:.2f} GiB"
     )
     if num_blocks < 1:

@@ -41,7 +41,7 @@ class PrefillColumns(Generic[_Array]):
     cu_seqlens_k: _Array  # [num_chunks + 1]
     sampled_rows: _Array  # [num_sampled]
     sampled_tokens: _Array  # [num_sampled], place of the chunk's last token in the packed step
-    # [num_prompt_logprobs] both: places of tokens whose next one's logprobs are wanted, and that one
+    # [num_prompt_logprobs] both: places of tokens whose next one's logprobs are wanted, and it
     prompt_places: _Array
     prompt_targets: _Array
 

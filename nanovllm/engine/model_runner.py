@@ -10,7 +10,9 @@ import logging
 import time
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from nanovllm.engine.kv_cache import (
     MemoryUse,
     num_blocks_on_cpu,
     num_blocks_on_cuda,
+    sampling_bytes,
 )
 from nanovllm.engine.model_inputs import (
     PrefillColumns,
@@ -31,21 +34,23 @@ from nanovllm.engine.model_inputs import (
     blank_prefill,
     prefill_columns,
 )
-from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.step import Column, SchedulerOutput, row_width
-from nanovllm.engine.step_handle import OutputBuffers, StepHandle
+from nanovllm.engine.step_handle import OutputBuffers, StepHandle, StepLogprobs, TokenLogprobs
 from nanovllm.engine.warmup import KERNEL_BATCHES, LONG_PROMPT, largest_prompts, run_in_threads
 from nanovllm.kernels.decode_inputs import decode_inputs
-from nanovllm.layers.logprobs import TokenLogprobs
 from nanovllm.layers.sampler import SamplingInputs, draw
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
+from nanovllm.models.weights import free_storage, restore_storage
 from nanovllm.utils.context import ForwardContext
 from nanovllm.utils.device import device_memory
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
+
+# What temperature alone does not need: loaded by name, since the core works without it.
+_REDRAW = "nanovllm.sampling.redraw"
 
 
 class ModelRunner:
@@ -82,12 +87,11 @@ class ModelRunner:
             num_heads=model_config.num_heads // parallel.tp_size,
             num_kv_heads=num_kv_heads,
             head_dim=model_config.head_dim,
-            block_size=self._block_size,
             max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
             dtype=dtype,
             device=device,
         )
+        self._can_capture = self._is_cuda and self._backend.is_capturable
         self._kv_shape = KVCacheShape(
             model_config.num_layers, self._block_size, num_kv_heads, model_config.head_dim, dtype
         )
@@ -127,24 +131,15 @@ class ModelRunner:
         self._uploader = Uploader(device)
         self._output_buffers = OutputBuffers(num_rows, device)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._redrawer = Redrawer(
-            self._model,
-            num_rows,
-            self._model_config.vocab_size,
-            device,
-            logprobs_mode=self._config.logprobs_mode,
-        )
+        self._redrawer: Any = None  # see `_redrawer_for`
         self._every_row = np.arange(num_rows, dtype=np.int32)
-        self._logits = torch.empty(
-            (num_rows, self._model.lm_head.weight.shape[0]),
-            dtype=self._model.lm_head.weight.dtype,
-            device=device,
-        )
+        head = self._model.lm_head.weight
+        self._logits = torch.empty((num_rows, len(head)), dtype=head.dtype, device=device)
 
     @torch.inference_mode()
     def init_kv_cache(self) -> int:
         """Allocate the KV cache; return its number of blocks, the same on every rank."""
-        if self._is_cuda and self._backend.is_capturable:
+        if self._can_capture:
             self._compile_kernels()
         num_blocks = self._config.num_kvcache_blocks
         if num_blocks is None:
@@ -155,8 +150,7 @@ class ModelRunner:
 
     def _allocate_cache(self) -> None:
         self._kv_cache = self._kv_shape.allocate(self._num_blocks, self._device)
-        can_capture = self._is_cuda and self._backend.is_capturable
-        if can_capture and not self._config.enforce_eager:
+        if self._can_capture and not self._config.enforce_eager:
             num_rows = self._config.max_num_seqs
             self._graphs = DecodeGraphs(max_num_seqs=num_rows, device=self._device)
             # The largest first: smaller ones then fit into the pool that it made.
@@ -175,23 +169,17 @@ class ModelRunner:
     def sleep(self, level: int) -> None:
         """Free the KV cache and the graphs that know its address; at level 2 the weights too."""
         self._graphs = None
-        self._redrawer.forget()
+        if self._redrawer is not None:
+            self._redrawer.forget()
         self._kv_cache = self._kv_shape.allocate(0, self._device)
         if level == 2:
-            for parameter in self._model.parameters():
-                parameter.untyped_storage().resize_(0)
+            free_storage(self._model)
         self._give_back_memory()
 
     @torch.inference_mode()
     def wake_up(self) -> None:
         """Allocate what `sleep` freed; weights that are gone are read from the checkpoint again."""
-        is_empty = False
-        for parameter in self._model.parameters():
-            storage = parameter.untyped_storage()
-            if storage.size() == 0:
-                storage.resize_(parameter.numel() * parameter.element_size())
-                is_empty = True
-        if is_empty:
+        if restore_storage(self._model):
             self._load_weights()
         self._allocate_cache()
 
@@ -207,7 +195,8 @@ class ModelRunner:
         weights = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         # Some of it is taken only when a row asks for penalties, but there must be room.
-        reserved = self._redrawer.reserve()
+        num_bytes = sampling_bytes(self._config.max_num_seqs, self._model_config.vocab_size)
+        reserved = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         max_len = self._max_num_blocks_per_seq * self._block_size
         largest = (self._config.max_num_batched_tokens, self._config.max_num_seqs, max_len)
         self._run_blank_prefills(largest_prompts(*largest))
@@ -224,7 +213,7 @@ class ModelRunner:
         for lengths in prompts:
             columns = blank_prefill(lengths)
             tensors = self._uploader.upload(columns.arrays())
-            self._prefill(columns, tensors, has_cached_prefix=False)
+            self._prefill(columns, tensors)
 
     def _compile_kernels(self) -> None:
         """Launch every kernel variant of decode and prefill once; with no live row nothing changes.
@@ -264,24 +253,31 @@ class ModelRunner:
             # Not before: after a fault the host would believe what no device was told.
             self._host_num_active = num_rows
         sampled_rows = self._every_row[:num_rows] if columns is None else columns.sampled_rows
-        features = self._mirror.features(sampled_rows)
-        plan = self._redrawer.begin_step(output, sampled_rows, features)
+        plan, redrawer = None, self._redrawer_for(output)
+        if redrawer is not None:
+            features = self._mirror.features(sampled_rows)
+            plan = redrawer.begin_step(output, sampled_rows, features)
         of_prompts: list[TokenLogprobs] = []
         if columns is not None:
             assert output.prefill is not None
-            # A row beyond its chunk's start reads what an earlier step, or a row of this one, wrote.
-            has_cached_prefix = bool((output.prefill.first_positions > 0).any())
-            token_ids, of_prompts = self._prefill(
-                columns,
-                tensors[2:],
-                has_cached_prefix=has_cached_prefix,
-                num_top=int(output.prefill.max_prompt_logprobs[0]),
-            )
+            num_top = int(output.prefill.max_prompt_logprobs[0])
+            token_ids, of_prompts = self._prefill(columns, tensors[2:], num_top=num_top)
         else:
             token_ids = self._decode(num_rows)
-        logits = self._logits[: len(token_ids)]
-        logprobs = self._redrawer.redraw(plan, output, logits, self._rows, token_ids)
+        logprobs = StepLogprobs()
+        if plan is not None:
+            logits = self._logits[: len(token_ids)]
+            logprobs = redrawer.redraw(plan, output, logits, self._rows, token_ids)
         return self._output_buffers.send(token_ids, replace(logprobs, prompt=of_prompts))
+
+    def _redrawer_for(self, output: SchedulerOutput) -> Any:
+        """The Redrawer, or None until a record asks for it; from then on it follows them all."""
+        if self._redrawer is None and output.needs_redrawer:
+            sizes = (self._config.max_num_seqs, self._model_config.vocab_size)
+            self._redrawer = import_module(_REDRAW).Redrawer(
+                self._model, *sizes, self._device, logprobs_mode=self._config.logprobs_mode
+            )
+        return self._redrawer
 
     def _capture(self, num_rows: int) -> None:
         assert self._graphs is not None
@@ -304,7 +300,6 @@ class ModelRunner:
         columns: PrefillColumns[np.ndarray],
         tensors: list[torch.Tensor],
         *,
-        has_cached_prefix: bool,
         num_top: int = 0,
     ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Compute packed chunks.
@@ -328,14 +323,18 @@ class ModelRunner:
             cu_seqlens_k=on_device.cu_seqlens_k,
             max_seqlen_q=int(num_query.max()),
             max_seqlen_k=max_seqlen_k,
-            has_cached_prefix=has_cached_prefix,
+            # A chunk that is not its sequence's first reads what an earlier step, or a row of this
+            # one, wrote.
+            has_cached_prefix=bool((columns.seq_lens > num_query).any()),
             host_seqlens=tuple(zip(num_query.tolist(), columns.seq_lens.tolist(), strict=True)),
         )
         ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
         hidden = self._model(on_device.token_ids, on_device.positions, ctx)
-        of_prompts = self._redrawer.prompt_logprobs(
-            hidden, on_device.prompt_places, on_device.prompt_targets, num_top
-        )
+        of_prompts: list[TokenLogprobs] = []
+        if len(columns.prompt_places):
+            of_prompts = self._redrawer.prompt_logprobs(
+                hidden, on_device.prompt_places, on_device.prompt_targets, num_top
+            )
         num_sampled = len(columns.sampled_rows)
         token_ids = self._token_ids[:num_sampled]
         if num_sampled:
@@ -358,7 +357,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _decode_step(self, num_rows: int) -> None:
-        """One token for each row, from the rows to the rows: all of it static, so it is captured."""
+        """One token for each row, from the rows to the rows: all of it static, so captured."""
         first = int(Column.BLOCK_TABLE)
         rows = self._rows[:num_rows]
         inputs = decode_inputs(self._rows, self._num_active, num_rows, self._block_size, first)

@@ -1,4 +1,4 @@
-"""A sequence's sampling parameters as fields of its device row, features of its steps, and rules."""
+"""A sequence's sampling parameters as fields of its row, features of its steps, and rules."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class RowTable:
         self._num_logprobs[row] = num_logprobs(params.logprobs)
         self._order[row] = self._num_joined
         self._num_joined += 1
-        # The token that the prefill draws is counted at once: no other step reads the field earlier.
+        # The token that the prefill draws is counted at once: no step reads the field earlier.
         cells = param_cells(seq)
         cells[Column.SEQ_LEN] = num_tokens + 1
         header = np.array(list(cells.items()), dtype=np.int64)
@@ -89,7 +89,7 @@ class RowTable:
         return int(self._len[row])
 
     def extend_block_tables(self) -> bool:
-        """Give every row blocks for its next token; False, and nothing done, if there are too few."""
+        """Give every row blocks for its next token; False, nothing done, if there are too few."""
         self._pack()
         num_rows, block_size = len(self._rows), self._blocks.block_size
         short = np.flatnonzero(self._len[:num_rows] > self._capacity[:num_rows])
@@ -190,7 +190,7 @@ class RowTable:
         self._cells.append(cells)
 
     def _pack(self) -> None:
-        """Move rows from the end into holes. Only before rows join in a step, so moves come first."""
+        """Move rows from the end into holes. Only before rows join in a step: moves come first."""
         if not self._num_holes:
             return
         holes = [row for row, seq in enumerate(self._rows) if seq is None]

@@ -7,6 +7,7 @@ returned last are known (one step of overlap); `update` brings them in.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from nanovllm.engine.rows import RowTable
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import PrefillWork, SamplingFeature, SchedulerOutput, StepOutput
 from nanovllm.engine.waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,21 @@ class Scheduler:
         enable_request_reordering: bool = True,
     ) -> None:
         self.blocks = block_manager
+        # A decode step takes a token of each running sequence, so the budget bounds these too.
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        if self._max_num_seqs < max_num_seqs:
+            logger.info(
+                "max_num_batched_tokens = %d lets fewer sequences run at once than "
+                "max_num_seqs = %d",
+                max_num_batched_tokens,
+                max_num_seqs,
+            )
         self.rows = RowTable(max_num_seqs, block_manager, max_model_len)
         self.waiting = WaitingQueue(
             block_size=block_manager.block_size,
             window=8 * max_num_seqs if enable_request_reordering else 0,
         )
         self._predictor = LengthPredictor()
-        self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
         self._in_flight: deque[_StepInFlight] = deque()
         self._prefilling: list[Sequence] = []  # admitted, not all known tokens scheduled yet
@@ -140,7 +151,7 @@ class Scheduler:
         return updates
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence from outside: a stop string or an abort. Finished ones stay as they are."""
+        """End a sequence from outside: a stop string or an abort. A finished one stays so."""
         if seq.status is SequenceStatus.FINISHED:
             return
         if seq.status is SequenceStatus.WAITING:
@@ -262,7 +273,7 @@ class Scheduler:
             seq.status = SequenceStatus.DRAINING
 
     def _make_room_to_decode(self) -> None:
-        """Extend block tables of rows that reach a block border, preempting the youngest if short."""
+        """Extend tables of rows at a block border; preempt the youngest if blocks run out."""
         while not self.rows.extend_block_tables():
             victim = self.rows.seqs_by_admission()[-1]
             self.num_preemptions += 1

@@ -17,9 +17,9 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One of a request's n generations. Written by the Scheduler only (`block_table`: BlockManager).
+    """One of a request's n generations. Written by the Scheduler (`block_table`: BlockManager).
 
-    There is no prefill or decode state: a step computes some of the tokens that are not computed yet.
+    There is no prefill or decode state: a step computes some tokens that are not computed yet.
     """
 
     seq_id: int

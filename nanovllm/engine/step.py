@@ -75,9 +75,7 @@ class PrefillWork:
     token_ids: np.ndarray  # [num_tokens] int32, all chunks one after another
     num_tokens: np.ndarray  # [num_chunks] int32, sums to len(token_ids)
     first_positions: np.ndarray  # [num_chunks] int32, 0-based; more than 0 reads cached K and V
-    is_sampled: (
-        np.ndarray
-    )  # [num_chunks] int32, 1 where the chunk reaches its sequence's last token
+    is_sampled: np.ndarray  # [num_chunks] int32, 1 where the chunk ends its sequence
     # [num_prompt_logprobs] int32 both: places among `token_ids` of tokens of which the next one's
     # logprobs are wanted, and that next token
     prompt_places: np.ndarray
@@ -109,6 +107,12 @@ class SchedulerOutput:
     rules: np.ndarray  # [n] int32, runs of (row, Rule, count, count values) for rows that joined
     prefill: PrefillWork | None
     processor_calls: tuple[ProcessorCall, ...] = ()  # stay in this process: not in `to_bytes`
+
+    @property
+    def needs_redrawer(self) -> bool:
+        """Whether a row of it asks for more than a draw at its temperature."""
+        asks_of_prompts = self.prefill is not None and len(self.prefill.prompt_places) > 0
+        return bool(self.features) or len(self.rules) > 0 or asks_of_prompts
 
     def to_bytes(self) -> bytes:
         """A fixed binary layout (no pickle): header, array lengths, arrays of int32."""

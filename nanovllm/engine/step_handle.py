@@ -9,9 +9,21 @@ import numpy as np
 import torch
 
 from nanovllm.engine.step import LogprobColumns, StepOutput
-from nanovllm.layers.logprobs import TokenLogprobs
 
 _NUM_BUFFERS = 3  # a buffer is written again two steps later, when its step has been waited for
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of some positions: the token there first, then the k likeliest."""
+
+    token_ids: torch.Tensor  # [num_positions, 1 + k] int32
+    logprobs: torch.Tensor  # [num_positions, 1 + k] float32
+    ranks: torch.Tensor  # [num_positions] int32, 1 is likeliest
+
+    def to_host(self) -> TokenLogprobs:
+        """Start the copy to pinned memory; it is done when the device has come that far."""
+        return TokenLogprobs(*(_to_host(x) for x in (self.token_ids, self.logprobs, self.ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +106,9 @@ def _spread(columns: LogprobColumns, places: np.ndarray, num_sampled: int) -> Lo
         all_values[places] = values
         spread.append(all_values)
     return LogprobColumns(*spread)
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -52,7 +52,7 @@ class WaitingQueue:
         return self._ordered.popleft()
 
     def remove(self, seq: Sequence) -> None:
-        """Count out a sequence whose status the scheduler is about to change; it is skipped later."""
+        """Count out a sequence whose status is about to change; it is skipped later."""
         assert seq.status is SequenceStatus.WAITING
         self._num_seqs -= 1
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-# Between them decode kernels change their tile sizes: see kernels/{decode_plan,split_gemm,sample}.py.
+# Between them decode kernels change their tile sizes: kernels/{decode_plan,split_gemm,sample}.py.
 KERNEL_BATCHES = (1, 16, 32, 64, 128, 256)
 # Prefill attention has one tile size for short prompts and one for these.
 LONG_PROMPT = 128

@@ -26,24 +26,13 @@ except ImportError:
             # Dunder look-ups (copy, pickle, inspect) must fail as they do for any object.
             if name.startswith("__"):
                 raise AttributeError(name)
-            return _StandIn()
+            return self
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             # `@triton.jit` keeps the function; `@triton.jit(...)` and the like return a decorator.
-            if len(args) == 1 and not kwargs and callable(args[0]):
-                return args[0]
-            return _StandIn()
+            return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else self
 
-    class _TritonStandIn(_StandIn):
-        @staticmethod
-        def cdiv(x: int, y: int) -> int:
-            return -(-x // y)
-
-        @staticmethod
-        def next_power_of_2(n: int) -> int:
-            return 1 << (n - 1).bit_length() if n > 0 else 0
-
-    triton: Any = _TritonStandIn()  # type: ignore[no-redef]  # same name, two branches
+    triton: Any = _StandIn()  # type: ignore[no-redef]  # same name, two branches
     tl: Any = _StandIn()  # type: ignore[no-redef]  # same name, two branches
 
 

@@ -29,8 +29,8 @@ def decode_inputs(
     """Read `num_rows` rows, of which the first `num_active` are live, and advance their lengths.
 
     Args:
-        rows: [max_num_seqs, width] int32; columns 0 and 1 are last token and length, the block table
-            starts at `table_column`. Column 1 of live rows grows by one, in place.
+        rows: [max_num_seqs, width] int32; columns 0 and 1 are last token and length, the block
+            table starts at `table_column`. Column 1 of live rows grows by one, in place.
         num_active: [1] int32 on the device
     """
     implementation = decode_inputs_triton if use_triton(rows) else decode_inputs_reference
@@ -73,16 +73,9 @@ def decode_inputs_triton(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _decode_inputs_kernel(
-    rows,
-    num_active,
-    ints,
-    slots,
-    row_stride,
-    num_rows,
-    BLOCK_SIZE: tl.constexpr,
-    TABLE_COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, num_active, ints, slots, row_stride, num_rows, BLOCK_SIZE: tl.constexpr,
+    TABLE_COLUMN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     is_active = row < tl.load(num_active)

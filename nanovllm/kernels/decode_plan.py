@@ -58,16 +58,9 @@ class DecodePlan:
     """
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_num_seqs: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        tuning: DecodeTuning | None = None,
-    ) -> None:
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
+        dtype: torch.dtype, device: torch.device, tuning: DecodeTuning | None = None,
+    ) -> None:  # fmt: skip
         self._tuning = tuning
         self._shape = (head_dim, dtype)
         self._num_kv_heads = num_kv_heads
@@ -91,7 +84,7 @@ class DecodePlan:
         return self._tuning or default_tuning(*self._shape, num_seqs)
 
     def wave(self, num_seqs: int) -> int:
-        """How many items fill every SM once. Not rounded up: a few more would take a second round."""
+        """How many items fill every SM once. Not rounded up: a few more take a second round."""
         return max(1, self._num_sms * self.tuning(num_seqs).programs_per_sm // self._num_kv_heads)
 
     def max_items(self, num_seqs: int) -> int:

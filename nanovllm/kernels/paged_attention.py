@@ -13,14 +13,9 @@ _LOG2_E = 1.4426950408889634
 
 
 def paged_attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    work: DecodeWork | None,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
+) -> torch.Tensor:  # fmt: skip
     """As `paged_attention`, row by row and in float32; `work` is not used."""
     block_size = k_cache.shape[1]
     group = q.shape[1] // k_cache.shape[2]
@@ -37,14 +32,9 @@ def paged_attention_reference(
 
 
 def paged_attention_triton(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    work: DecodeWork | None,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
+) -> torch.Tensor:  # fmt: skip
     """As `paged_attention`; `work` must have been cut from these `seq_lens`."""
     assert work is not None, "the kernel takes its work from the list"
     plan = work.plan
@@ -75,14 +65,9 @@ def paged_attention_triton(
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    work: DecodeWork | None,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
+) -> torch.Tensor:  # fmt: skip
     """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
 
     Args:

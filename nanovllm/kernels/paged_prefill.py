@@ -9,15 +9,9 @@ _LOG2_E = 1.4426950408889634
 
 
 def paged_prefill_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    scale: float,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """As `paged_prefill`, sequence by sequence and in float32."""
     block_size = k_cache.shape[1]
     group = q.shape[1] // k_cache.shape[2]
@@ -38,17 +32,10 @@ def paged_prefill_reference(
 
 
 def paged_prefill_triton(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    scale: float,
-    *,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float, *,
     blocks: tuple[int, int, int, int] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """As `paged_prefill`. `blocks` (queries, keys, warps, stages) is for tuning."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
@@ -88,15 +75,9 @@ def default_blocks(
 
 
 def paged_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    scale: float,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Attend causally from packed chunks to their sequences, [num_tokens, num_heads, head_dim].
 
     A chunk's queries are the last tokens of its `seq_len`. Rows of q after the last chunk come out

@@ -8,19 +8,10 @@ from nanovllm.kernels.store_kv import store_kv
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> None:
+    qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+    cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
     """Norm (if there are weights) and rotate q and k in place, then store k and v.
 
     Args:
@@ -36,35 +27,16 @@ def qk_norm_rope_store(
     has_tile = head_dim >= 16 and head_dim & (head_dim - 1) == 0
     kernel = qk_norm_rope_store_triton if use_triton(qkv) and has_tile else None
     (kernel or qk_norm_rope_store_reference)(
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos_sin,
-        positions,
-        slots,
-        k_cache,
-        v_cache,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-    )
+        qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, num_heads,
+        num_kv_heads, head_dim,
+    )  # fmt: skip
 
 
 def qk_norm_rope_store_reference(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> None:
+    qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+    cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
     """Plain torch form of `qk_norm_rope_store`."""
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = torch.tensor_split(heads, [num_heads, num_heads + num_kv_heads], dim=1)
@@ -78,19 +50,10 @@ def qk_norm_rope_store_reference(
 
 
 def qk_norm_rope_store_triton(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> None:
+    qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+    cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
     """Triton form of `qk_norm_rope_store`: a program takes a group of one token's heads."""
     num_tokens = qkv.shape[0]
     assert qkv.stride(1) == 1, "rows must be contiguous"

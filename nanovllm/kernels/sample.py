@@ -17,15 +17,10 @@ _NEAR_ONE = tl.constexpr(2.0**-11)
 
 
 def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    key_lo: torch.Tensor,
-    key_hi: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_start: int = 0,
-    num_valid: int | None = None,
+    logits: torch.Tensor, temperatures: torch.Tensor, key_lo: torch.Tensor, key_hi: torch.Tensor,
+    positions: torch.Tensor, vocab_start: int = 0, num_valid: int | None = None,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return each row's winning score, [n] float32, and token id, [n] int32.
 
     A row with temperature 0 takes the largest logit, another one the largest of
@@ -47,15 +42,10 @@ def sample(
 
 
 def sample_reference(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    key_lo: torch.Tensor,
-    key_hi: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_start: int = 0,
-    num_valid: int | None = None,
+    logits: torch.Tensor, temperatures: torch.Tensor, key_lo: torch.Tensor, key_hi: torch.Tensor,
+    positions: torch.Tensor, vocab_start: int = 0, num_valid: int | None = None,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain torch form of `sample`."""
     scores = logits[:, :num_valid].float()
     is_sampled = temperatures >= GREEDY_TEMPERATURE
@@ -75,18 +65,11 @@ def sample_reference(
 
 
 def sample_triton(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    key_lo: torch.Tensor,
-    key_hi: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_start: int = 0,
-    num_valid: int | None = None,
-    out: torch.Tensor | None = None,
-    chunk_size: int | None = None,
-    block: int = 1024,
+    logits: torch.Tensor, temperatures: torch.Tensor, key_lo: torch.Tensor, key_hi: torch.Tensor,
+    positions: torch.Tensor, vocab_start: int = 0, num_valid: int | None = None,
+    out: torch.Tensor | None = None, chunk_size: int | None = None, block: int = 1024,
     num_warps: int = 4,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Triton form of `sample`: a winner for each chunk of a row, then the best of those.
 
     chunk_size (tokens a program), block (tokens a step) and num_warps change speed alone.
@@ -102,37 +85,16 @@ def sample_triton(
     num_chunks = triton.cdiv(size, chunk)
     chunk_values = torch.empty((n, num_chunks), dtype=torch.float32, device=logits.device)
     chunk_ids = torch.empty((n, num_chunks), dtype=torch.int32, device=logits.device)
+    # FAST_LOG only there: the interpreter knows no inline assembly.
     _sample_chunk_kernel[(num_chunks, n)](
-        logits,
-        temperatures,
-        key_lo,
-        key_hi,
-        positions,
-        chunk_values,
-        chunk_ids,
-        logits.stride(0),
-        temperatures.stride(0),
-        key_lo.stride(0),
-        key_hi.stride(0),
-        positions.stride(0),
-        vocab_start,
-        size,
-        CHUNK=chunk,
-        BLOCK=block,
-        # The interpreter knows no inline assembly.
-        FAST_LOG=logits.is_cuda,
-        num_warps=num_warps,
-    )
+        logits, temperatures, key_lo, key_hi, positions, chunk_values, chunk_ids, logits.stride(0),
+        temperatures.stride(0), key_lo.stride(0), key_hi.stride(0), positions.stride(0),
+        vocab_start, size, CHUNK=chunk, BLOCK=block, FAST_LOG=logits.is_cuda, num_warps=num_warps,
+    )  # fmt: skip
     _best_chunk_kernel[(n,)](
-        chunk_values,
-        chunk_ids,
-        values,
-        ids,
-        ids.stride(0),
-        num_chunks,
-        BLOCK=triton.next_power_of_2(num_chunks),
-        num_warps=1,
-    )
+        chunk_values, chunk_ids, values, ids, ids.stride(0), num_chunks,
+        BLOCK=triton.next_power_of_2(num_chunks), num_warps=1,
+    )  # fmt: skip
     return values, ids
 
 
@@ -143,24 +105,10 @@ def _chunk_size(n: int) -> int:
 
 @triton.jit
 def _sample_chunk_kernel(
-    logits,
-    temperatures,
-    key_lo,
-    key_hi,
-    positions,
-    chunk_values,
-    chunk_ids,
-    logits_stride,
-    temperatures_stride,
-    key_lo_stride,
-    key_hi_stride,
-    positions_stride,
-    vocab_start,
-    size,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FAST_LOG: tl.constexpr,
-):
+    logits, temperatures, key_lo, key_hi, positions, chunk_values, chunk_ids, logits_stride,
+    temperatures_stride, key_lo_stride, key_hi_stride, positions_stride, vocab_start, size,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, FAST_LOG: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     start = chunk * CHUNK

@@ -6,12 +6,9 @@ from nanovllm.kernels._triton import tl, triton, use_triton
 
 
 def store_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     slots: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Write new keys and values into the paged cache, in place; slot -1 is skipped.
 
     Args:
@@ -24,12 +21,9 @@ def store_kv(
 
 
 def store_kv_reference(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     slots: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Plain torch form of `store_kv`; on CUDA it waits for the device to count the slots."""
     rows = (slots >= 0).nonzero().squeeze(1)
     slots = slots[rows].long()
@@ -38,12 +32,9 @@ def store_kv_reference(
 
 
 def store_kv_triton(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     slots: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Triton form of `store_kv`: one program a token."""
     num_tokens, num_kv_heads, head_dim = key.shape
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "heads must be contiguous"
@@ -53,33 +44,16 @@ def store_kv_triton(
         return
     width = num_kv_heads * head_dim
     _store_kv_kernel[(num_tokens,)](
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slots,
-        key.stride(0),
-        value.stride(0),
-        slots.stride(0),
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=4 if width <= 1024 else 8,
-    )
+        key, value, k_cache, v_cache, slots, key.stride(0), value.stride(0), slots.stride(0),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 1024 else 8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_kv_kernel(
-    key,
-    value,
-    k_cache,
-    v_cache,
-    slots,
-    key_stride,
-    value_stride,
-    slots_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    key, value, k_cache, v_cache, slots, key_stride, value_stride, slots_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH

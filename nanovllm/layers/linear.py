@@ -117,28 +117,6 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         self._part = {"q": (parallel.tp_rank, tp_size), "k": kv_part, "v": kv_part}
 
 
-class ColumnParallelLinear(ReplicatedLinear):
-    """Each rank owns `out_features / tp_size` rows of the weight and returns those columns."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        parallel: ParallelContext,
-        bias: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        size = divide(out_features, parallel.tp_size, "out_features")
-        super().__init__(in_features, size, bias=bias, device=device, dtype=dtype)
-        self._part = (parallel.tp_rank, parallel.tp_size)
-
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
-        target = self.get_parameter(name)
-        copy_weight(target, _narrow(tensor, 0, *self._part, target.shape))
-
-
 class RowParallelLinear(ReplicatedLinear):
     """Each rank owns `in_features / tp_size` columns of the weight; ranks sum their results."""
 

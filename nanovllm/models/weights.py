@@ -142,3 +142,20 @@ def fill_with_noise(model: nn.Module, generator: torch.Generator) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=0.02, generator=generator)
+
+
+def free_storage(model: nn.Module) -> None:
+    """Give the memory of all parameters back; they keep their shapes."""
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+
+
+def restore_storage(model: nn.Module) -> bool:
+    """Allocate what `free_storage` gave back; whether there was any, to be filled now."""
+    was_freed = False
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(parameter.numel() * parameter.element_size())
+            was_freed = True
+    return was_freed

@@ -85,15 +85,14 @@ def histogram(counts: dict[int, int], x_label: str, *, max_bars: int = 32) -> st
 def share_bar(shares: dict[str, float], format_value: Callable[[float], str]) -> str:
     """One bar divided by parts of a whole, with a legend under it."""
     total = sum(shares.values()) or 1.0
-    height, left, parts = 92, 0.0, []
+    height, left, parts = 44 + 24 * len(shares), 0.0, []
     for place, (name, value) in enumerate(shares.items(), 1):
         width = value / total * (_WIDTH - 2)
         parts.append(
             f'<rect class="bar s{place}" x="{left + 1:.1f}" y="6" width="{max(width - 1, 0):.1f}" '
             f'height="26" rx="2"><title>{escape(name)}</title></rect>'
         )
-        column, row = (place - 1) % 2, (place - 1) // 2
-        x, y = column * _WIDTH / 2, 56 + row * 22
+        x, y = 0, 58 + (place - 1) * 24
         label = f"{escape(name)}: {format_value(value)} ({value / total:.0%})"
         parts.append(
             f'<rect class="bar s{place}" x="{x + 1}" y="{y - 10}" width="11" height="11"/>'

@@ -13,7 +13,8 @@ class ForwardContext:
     """Where this step's tokens live in the paged KV cache and who attends to what.
 
     A decode step has one query token per sequence; its tensors are static under a CUDA graph, where
-    padding rows have `seq_lens` 0 and slot -1. A prefill step packs chunks of prompts one after another.
+    padding rows have `seq_lens` 0 and slot -1. A prefill step packs chunks of prompts one after
+    another.
     """
 
     kv_cache: torch.Tensor  # [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class InterruptFlag:
-    """Owns the SIGINT handler while its block runs; elsewhere than in the main thread it does nothing.
+    """Owns the SIGINT handler while its block runs; outside the main thread it does nothing.
 
     An interrupt between two lines of the scheduler would leave its books half written.
     """

@@ -22,7 +22,7 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def find_model(model: str) -> Path:
-    """The local directory of `model`: itself, or what the hub's cache or the hub has under that id."""
+    """The local directory of `model`: itself, or what the hub (or its cache) has under that id."""
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory

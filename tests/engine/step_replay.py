@@ -192,6 +192,7 @@ class Engine:
         self.num_steps += 1
         seqs = self.scheduler.rows.packed_seqs()
         assert len(seqs) <= self.max_num_seqs
+        assert output.num_decode_rows <= self.budget
         if output.prefill is not None:
             assert len(output.prefill.token_ids) <= self.budget
         again = SchedulerOutput.from_bytes(output.to_bytes())

@@ -54,6 +54,30 @@ def test_max_num_seqs_counts_everything_that_runs():
     assert answers(seqs) == expected_answers(seqs)
 
 
+@pytest.mark.parametrize("enable_overlap", [False, True])
+def test_a_decode_step_computes_no_more_tokens_than_the_budget(caplog, enable_overlap):
+    """With max_num_seqs above max_num_batched_tokens a decode step took a token for each row."""
+    with caplog.at_level("INFO", logger="nanovllm"):
+        engine = Engine(max_num_seqs=8, max_num_batched_tokens=3, enable_overlap=enable_overlap)
+    assert [record.getMessage() for record in caplog.records] == [
+        "max_num_batched_tokens = 3 lets fewer sequences run at once than max_num_seqs = 8"
+    ]
+    seqs = make_seqs([2] * 9, max_tokens=6)
+    engine.scheduler.add(seqs)
+    most = 0
+    while engine.scheduler.has_unfinished():
+        engine.step()
+        most = max(most, engine.scheduler.num_running)
+    assert most == 3
+    assert answers(seqs) == expected_answers(seqs)
+
+
+def test_a_budget_that_holds_all_rows_is_not_spoken_of(caplog):
+    with caplog.at_level("INFO", logger="nanovllm"):
+        Engine(max_num_seqs=8, max_num_batched_tokens=8)
+    assert not caplog.records
+
+
 def test_a_prefill_step_computes_no_more_tokens_than_the_budget():
     engine = Engine(max_num_batched_tokens=10)
     engine.scheduler.add(make_seqs([4, 4, 4, 4]))

@@ -1,4 +1,4 @@
-"""Check and time the small kernels on a GPU: `python -m tests.gpu.bench_kernels [--sample] [--gemm]`.
+"""Check and time small kernels on a GPU: `python -m tests.gpu.bench_kernels [--sample] [--gemm]`.
 
 Each figure is one kernel inside a CUDA graph that runs it over several sets of buffers, so launch
 gaps count as they do in a decode step, and inputs larger than the L2 cache come from memory.
@@ -187,7 +187,7 @@ def bench_sample(vocab_size: int = 151_936) -> None:
 
 
 def bench_gemm() -> None:
-    """The narrow projections with the norm behind them, as a chain of layers, against the library."""
+    """The narrow projections with the norm behind them, as a chain of layers, and the library's."""
     hidden_size, num_layers = 1024, 28
     weights = {
         size: [torch.randn(hidden_size, size, **BF16) / size**0.5 for _ in range(num_layers)]
@@ -200,12 +200,13 @@ def bench_gemm() -> None:
         for size, layers in weights.items():
             x = torch.randn(n, size, **BF16)
             for name, gemm in (("library", F.linear), ("split", split_gemm_triton)):
-                us = graph_us(
-                    [
-                        lambda w=w, g=gemm, x=x: add_rms_norm_triton(g(x, w), residual, scale, 1e-6)
-                        for w in layers
-                    ]
-                )
+                calls = [
+                    lambda w=w, g=gemm, x=x, r=residual: add_rms_norm_triton(
+                        g(x, w), r, scale, 1e-6
+                    )
+                    for w in layers
+                ]
+                us = graph_us(calls)
                 report(f"{name} [{hidden_size}, {size}] + norm", n, 2.0 * hidden_size * size, us)
                 total[name] += num_layers * us
         print(f"n={n}: a step's o and down projections with norms: {total} us")

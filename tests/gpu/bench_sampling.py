@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.row_params import num_logprobs, param_cells, row_features, row_rules
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Column, PrefillWork, SchedulerOutput
 from nanovllm.kernels.sample import sample
+from nanovllm.sampling.redraw import Redrawer
 from nanovllm.sampling_params import SamplingParams
 
 WIDTH = int(Column.BLOCK_TABLE) + 16

@@ -1,4 +1,4 @@
-"""The engine on CUDA: every backend, graphs and eager, overlap, preemption; sums of the demo model."""
+"""The engine on CUDA: every backend, graphs and eager, overlap, preemption; the demo model sums."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import linear
 
 from nanovllm.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -55,9 +54,9 @@ def test_column_shards_concatenate(tp_size):
     weight, bias = random(6, 8), random(6)
     parts = [
         fill(
-            ColumnParallelLinear(8, 6, parallel=parallel, bias=True, **PLACE),
-            {None: weight},
-            {None: bias},
+            MergedColumnParallelLinear(8, {"up": 6}, parallel=parallel, bias=True, **PLACE),
+            {"up": weight},
+            {"up": bias},
         )(X)
         for parallel in ranks(tp_size)
     ]
@@ -142,12 +141,12 @@ def test_heads_that_do_not_split_are_refused(num_heads, num_kv_heads, tp_size, m
 def test_wrong_shape_names_both_full_shapes(tp_size):
     parallel = ranks(tp_size)[0]
     layers = [
-        ColumnParallelLinear(8, 6, parallel=parallel, **PLACE),
-        RowParallelLinear(8, 6, parallel=parallel, **PLACE),
+        (MergedColumnParallelLinear(8, {"up": 6}, parallel=parallel, **PLACE), "up"),
+        (RowParallelLinear(8, 6, parallel=parallel, **PLACE), None),
     ]
-    for layer in layers:
+    for layer, shard in layers:
         with pytest.raises(ValueError, match=r"\(6, 9\) does not fit the model's \(6, 8\)"):
-            layer.load_weight("weight", random(6, 9))
+            layer.load_weight("weight", random(6, 9), shard)
     qkv = QKVParallelLinear(8, 4, 2, 2, parallel=parallel, **PLACE)
     with pytest.raises(ValueError, match=r"\(8, 8\) does not fit the model's \(4, 8\)"):
         qkv.load_weight("weight", random(8, 8), "k")

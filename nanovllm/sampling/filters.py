@@ -1,6 +1,6 @@
 """Rules that change logits before a token is drawn, one function a rule.
 
-`min_p`, `top_k` and `top_p` are `kernels.keep_top`, penalties `kernels.penalties`. All work in
+`min_p`, `top_k` and `top_p` are in `keep_top`, penalties in `penalties`. All work in
 place on float32 logits. Variable-length rules come as coordinates: row and token id of each entry.
 """
 

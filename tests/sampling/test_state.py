@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm.engine.sampling_state import RedrawPlan, SamplingState
+from nanovllm.engine.kv_cache import SAMPLING_WORKSPACE_BYTES, sampling_bytes
 from nanovllm.engine.step import PrefillWork, Rule, SamplingFeature, SchedulerOutput
-from nanovllm.kernels.penalties import IN_PROMPT
+from nanovllm.sampling.penalties import IN_PROMPT
+from nanovllm.sampling.state import RedrawPlan, SamplingState
 
 PENALTIES, TOKEN_RULES = int(SamplingFeature.PENALTIES), int(SamplingFeature.TOKEN_RULES)
 LOGPROBS, TOP = int(SamplingFeature.LOGPROBS), int(SamplingFeature.TOP_K_P)
@@ -68,7 +69,7 @@ def test_counts_take_memory_only_once_a_row_asks():
     assert begin(state, [0, 0]) is None
     assert state._counts is None
     begin(state, [PENALTIES], penalty_rules(0, [1], []), is_prefill=True)
-    assert state.counts.numel() * 4 == state.counts_bytes
+    assert state.counts.nbytes == sampling_bytes(*state.counts.shape) - SAMPLING_WORKSPACE_BYTES
 
 
 def test_a_joining_row_counts_its_prompt_once_and_its_output_each_time():

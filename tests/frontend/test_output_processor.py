@@ -12,15 +12,15 @@ from tiny_models import write_tokenizer
 from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams
-from nanovllm.engine.output_processor import (
+from nanovllm.engine.scheduler import SequenceUpdates
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import StepOutput
+from nanovllm.frontend.output_processor import (
     IncrementalText,
     OutputProcessor,
     Request,
     find_stop,
 )
-from nanovllm.engine.scheduler import SequenceUpdates
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import StepOutput
 
 TEXTS = [
     "hello world",
@@ -274,6 +274,23 @@ def test_eos_is_in_the_ids_and_not_in_the_text(tokenizer):
     feed(processor, request.seqs[0], word)
     outputs, _ = feed(processor, request.seqs[0], 2, finish="stop")
     assert outputs[0]["text"] == "e"
+    assert outputs[0]["token_ids"] == [word, 2]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("include", "text"), [(False, "e"), (True, "e<|im_end|>")])
+def test_eos_is_in_the_text_if_special_tokens_and_the_stop_are_asked_for(
+    tokenizer, is_streamed, include, text
+):
+    """skip_special_tokens=False alone gave the text of eos too."""
+    processor = OutputProcessor(tokenizer)
+    params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=include)
+    request = make_request(tokenizer, params, streamed=is_streamed)
+    processor.add(request)
+    (word,) = tokenizer.encode("e", add_special_tokens=False)
+    feed(processor, request.seqs[0], word)
+    outputs, _ = feed(processor, request.seqs[0], 2, finish="stop")
+    assert outputs[0]["text"] == text
     assert outputs[0]["token_ids"] == [word, 2]
 
 

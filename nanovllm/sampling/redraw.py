@@ -10,13 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from nanovllm.engine.sampling_state import RedrawPlan, RowSlice, SamplingState
+from nanovllm.engine.kv_cache import SAMPLING_WORKSPACE_BYTES
 from nanovllm.engine.step import Column, ProcessorCall, SamplingFeature, SchedulerOutput
-from nanovllm.engine.step_handle import StepLogprobs
-from nanovllm.kernels.keep_top import keep_top
-from nanovllm.kernels.penalties import apply_penalties
+from nanovllm.engine.step_handle import StepLogprobs, TokenLogprobs
 from nanovllm.kernels.sample import sample
-from nanovllm.layers.filters import (
+from nanovllm.sampling.filters import (
     add_bias,
     allow_only,
     apply_temperature,
@@ -24,11 +22,13 @@ from nanovllm.layers.filters import (
     ends_with,
     run_processors,
 )
-from nanovllm.layers.logprobs import TokenLogprobs, token_logprobs
+from nanovllm.sampling.keep_top import keep_top
+from nanovllm.sampling.logprobs import token_logprobs
+from nanovllm.sampling.penalties import apply_penalties
+from nanovllm.sampling.state import RedrawPlan, RowSlice, SamplingState
 
 # One float32 copy of the logits of a slice of rows; filters and logprobs hold four at most.
-SLICE_BYTES = 64 * 2**20
-MAX_COPIES = 4
+SLICE_BYTES = SAMPLING_WORKSPACE_BYTES // 4
 
 
 class LogitsModel(Protocol):
@@ -57,15 +57,9 @@ class Redrawer:
         logprobs_mode: str = "raw_logprobs",
     ) -> None:
         self._model = model
-        self._device = device
         self._max_rows = slice_rows(vocab_size)
         self._is_processed = logprobs_mode == "processed_logprobs"
         self._state = SamplingState(max_num_seqs, vocab_size, device, max_slice_rows=self._max_rows)
-
-    def reserve(self) -> list[torch.Tensor]:
-        """Take the most device memory that this object will, for a measurement; drop it after."""
-        sizes = (self._state.counts_bytes, MAX_COPIES * SLICE_BYTES)
-        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def begin_step(
         self, output: SchedulerOutput, sampled_rows: np.ndarray, features: np.ndarray
@@ -80,15 +74,13 @@ class Redrawer:
 
     def redraw(
         self,
-        plan: RedrawPlan | None,
+        plan: RedrawPlan,
         output: SchedulerOutput,
         local_logits: torch.Tensor,  # [num_sampled, shard_size], this rank's columns
         rows: torch.Tensor,  # [max_num_seqs + 1, width] int32, LAST_TOKEN written in place
         token_ids: torch.Tensor,  # [num_sampled] int32, written in place
     ) -> StepLogprobs:
         """Draw for the plan's rows, others keep their tokens; return logprobs on their way home."""
-        if plan is None:
-            return StepLogprobs()
         calls = {call.place: call for call in output.processor_calls}
         model, state = self._model, self._state
         sampled = []

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.engine.model_inputs import Uploader
 from nanovllm.engine.step import Rule, SamplingFeature, SchedulerOutput
-from nanovllm.kernels.penalties import IN_PROMPT
+from nanovllm.sampling.penalties import IN_PROMPT
 
 REDRAWN = (
     SamplingFeature.TOP_K_P
@@ -78,11 +78,6 @@ class SamplingState:
         self._history = torch.empty((max_num_seqs, 0), dtype=torch.int32, device=device)
         self._plan: RedrawPlan | None = None  # of the last decode step, while nothing changes
         self._plan_key: tuple[int, int] | None = None
-
-    @property
-    def counts_bytes(self) -> int:
-        """Device memory that token counts take once a row asks for penalties."""
-        return 4 * self._shape[0] * self._shape[1]
 
     @property
     def counts(self) -> torch.Tensor:

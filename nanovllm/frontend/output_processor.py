@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.engine.logprobs import SequenceLogprobs
 from nanovllm.engine.scheduler import SequenceUpdates
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepOutput
-from nanovllm.engine.text import IncrementalText, decode_options, find_stop, special_tokens
+from nanovllm.frontend.logprobs import SequenceLogprobs
+from nanovllm.frontend.text import IncrementalText, decode_options, find_stop, special_tokens
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -152,9 +152,8 @@ class OutputProcessor:
     def _final_text(self, token_ids: list[int], seq: Sequence, params: SamplingParams) -> str:
         if self._tokenizer is None or not params.detokenize:
             return ""
-        # A stop id given by the user may be an ordinary token: it is kept in the ids, not the text.
-        is_stop_id = seq.finish_reason == "stop" and seq.stop_reason is not None
-        if is_stop_id and not params.include_stop_str_in_output:
+        # The token that ended it, end-of-sequence or a stop id, is kept in the ids, not the text.
+        if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
         return str(self._tokenizer.decode(token_ids, **decode_options(params)))
 

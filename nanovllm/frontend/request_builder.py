@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.output_processor import Request
 from nanovllm.engine.sequence import Sequence
+from nanovllm.frontend.output_processor import Request
 from nanovllm.kernels.noise import make_key
 from nanovllm.sampling_params import SamplingParams
 
@@ -189,7 +189,7 @@ class RequestBuilder:
         return min(limit, num_prompt_tokens + params.max_tokens)
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as it is encoded at the start of a text and, if that differs, inside one."""
+        """Each bad word as encoded at the start of a text and, if that differs, inside one."""
         runs: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             for spelling in (word, " " + word.lstrip()):
@@ -249,7 +249,7 @@ def params_list(
 
 
 def _split_prompt(prompt: Any) -> tuple[str | None, list[int]]:
-    """Text and ids of a prompt in any of its forms; the ids are empty where text must be encoded."""
+    """Text and ids of a prompt in any form; the ids are empty where text must be encoded."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("is empty: it has no token to continue from. Give it some text")

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels import keep_top as keep_top_module
-from nanovllm.kernels import penalties as penalties_module
 from nanovllm.kernels._triton import HAS_TRITON
-from nanovllm.layers.filters import (
+from nanovllm.sampling import keep_top as keep_top_module
+from nanovllm.sampling import penalties as penalties_module
+from nanovllm.sampling.filters import (
     add_bias,
     allow_only,
     apply_temperature,
@@ -20,7 +20,7 @@ from nanovllm.layers.filters import (
     ends_with,
     run_processors,
 )
-from nanovllm.layers.logprobs import token_logprobs
+from nanovllm.sampling.logprobs import token_logprobs
 
 VOCAB = 517
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

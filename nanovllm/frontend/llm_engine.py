@@ -11,12 +11,12 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.executor import StepFuture, make_executor
-from nanovllm.engine.output_processor import OutputProcessor, Request
-from nanovllm.engine.request_builder import Limits, RequestBuilder
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import SamplingFeature, SchedulerOutput
-from nanovllm.engine.weight_update import weight_list, weight_parts
+from nanovllm.frontend.output_processor import OutputProcessor, Request
+from nanovllm.frontend.request_builder import Limits, RequestBuilder
+from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
@@ -109,8 +109,8 @@ class LLMEngine:
             )
             return num_cache_tokens
         logger.warning(
-            "max_model_len is %d, but the KV cache holds %d tokens: longer sequences end there with "
-            "finish_reason 'length'",
+            "max_model_len is %d, but the KV cache holds %d tokens: longer sequences end there "
+            "with finish_reason 'length'",
             max_len,
             num_cache_tokens,
         )

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of some positions: the token there first, then the k likeliest."""
-
-    token_ids: torch.Tensor  # [num_positions, 1 + k] int32
-    logprobs: torch.Tensor  # [num_positions, 1 + k] float32
-    ranks: torch.Tensor  # [num_positions] int32, 1 is likeliest
-
-    def to_host(self) -> TokenLogprobs:
-        """Start the copy to pinned memory; it is done when the device has come that far."""
-        return TokenLogprobs(*(_to_host(x) for x in (self.token_ids, self.logprobs, self.ranks)))
+from nanovllm.engine.step_handle import TokenLogprobs
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
@@ -38,9 +25,3 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
         torch.cat([chosen_values, top_values], dim=1) - total,
         ranks,
     )
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    if not x.is_cuda:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
