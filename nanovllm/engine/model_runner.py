@@ -285,8 +285,10 @@ class ModelRunner:
         # and the rows, of which it overwrites the last tokens, are put back.
         rows = self._rows.clone()
         self._num_active.zero_()
-        self._graphs.capture(num_rows, self._decode_step)
-        self._rows.copy_(rows)
+        try:
+            self._graphs.capture(num_rows, self._decode_step)
+        finally:
+            self._rows.copy_(rows)
 
     def _apply_changes(self, moves: torch.Tensor, cells: torch.Tensor) -> None:
         """Copy moved rows, all read before any is written, then set single fields."""
