@@ -79,6 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         sys.stderr.write(f"nanovllm: {error}\n")
         return BROKEN
+    except Exception as error:  # 1, as Python would exit, says that some lines failed
+        if args.verbose:
+            traceback.print_exc()
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        sys.stderr.write(f"nanovllm: {reason} (--verbose says where)\n")
+        return BROKEN
     except KeyboardInterrupt:
         sys.stderr.write("Stopped.\n")
         return INTERRUPTED

@@ -41,6 +41,11 @@ def chat_prompts(
             "continue_final_message=True continues the last message, so nothing may come after it. "
             "Pass add_generation_prompt=False with it."
         )
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        raise TypeError(
+            "chat_template_kwargs must be a dict such as {'enable_thinking': False}, got "
+            f"{chat_template_kwargs!r:.80} of type {type(chat_template_kwargs).__name__}."
+        )
     options = dict(chat_template_kwargs or {})
     if taken := sorted(options.keys() & set(_TAKEN)):
         raise TypeError(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import repeat
 from threading import Event
 from typing import Any
@@ -14,20 +11,12 @@ from nanovllm.frontend.llm_engine import LLMEngine
 from nanovllm.frontend.output_processor import Request
 from nanovllm.frontend.request_builder import BadPrompt
 from nanovllm.outputs import RequestOutput
+from nanovllm.read_ahead import ReadAhead
 from nanovllm.run_requests import error_output, step_whole
 from nanovllm.sampling_params import SamplingParams
 
 _MAX_CHUNK = 128  # prompts tokenised at once, in a thread while the device works
-_MAX_READ_S = 0.05  # what a slow iterable has given by then is not held back for a full chunk
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """What was read at once."""
-
-    built: list[Request | BadPrompt]
-    is_last: bool
-    error: Exception | None = None  # raised by the iterable behind these prompts
+_POLL_S = 0.1  # how soon a drain is seen while the iterable blocks
 
 
 def paired(
@@ -73,72 +62,46 @@ def iterate(
     """Yield (index, finished output) in the order of finishing.
 
     Prompts are pulled from `pairs` as results are taken, so that at most `window` of them, and a
-    chunk being tokenised, are held. A prompt that cannot run yields an output with `error`. What
+    chunk being tokenised, are held. While `pairs` blocks, what it gave before runs, and closing the
+    generator does not wait for it. A prompt that cannot run yields an output with `error`. What
     `pairs` raises is raised once all that was read before is finished. Requests still open when the
     generator is closed are aborted. Once `drain` is set nothing more is read, what has not begun to
     run is dropped, and what runs is finished.
     """
     open_indexes: dict[str, int] = {}
     num_read = 0
-    error: Exception | None = None
+    error: BaseException | None = None
     chunk_size = max(1, min(_MAX_CHUNK, window // 4))
-    with ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenize") as pool:
-        ahead: Future[_Chunk] | None = pool.submit(_read_chunk, engine, pairs, chunk_size)
-        try:
-            while ahead is not None or open_indexes:
-                if drain is not None and drain.is_set():
-                    ahead = None
-                    for request_id in engine.give_up_waiting():
-                        open_indexes.pop(request_id, None)
-                while ahead is not None and len(open_indexes) + chunk_size <= max(
-                    window, chunk_size
-                ):
-                    if open_indexes and not ahead.done():
-                        break
-                    chunk = ahead.result()
-                    error = chunk.error
-                    ahead = (
-                        None
-                        if chunk.is_last
-                        else pool.submit(_read_chunk, engine, pairs, chunk_size)
-                    )
-                    engine.add([item for item in chunk.built if isinstance(item, Request)])
-                    # Known before anything is yielded: the generator may be closed there.
-                    first, num_read = num_read, num_read + len(chunk.built)
-                    for index, item in enumerate(chunk.built, first):
-                        if isinstance(item, Request):
-                            open_indexes[item.request_id] = index
-                    for index, item in enumerate(chunk.built, first):
-                        if isinstance(item, BadPrompt):
-                            yield index, error_output(item, index)
-                for output in _step(engine, open_indexes) if open_indexes else ():
-                    if output.finished:
-                        yield open_indexes.pop(output.request_id), output
-            if error is not None:
-                raise error
-        finally:
-            engine.abort(list(open_indexes))
-
-
-def _read_chunk(
-    engine: LLMEngine, pairs: Iterator[tuple[Any, SamplingParams]], chunk_size: int
-) -> _Chunk:
-    prompts: list[Any] = []
-    params: list[SamplingParams] = []
-    is_last, error = False, None
-    deadline = time.monotonic() + _MAX_READ_S
-    while len(prompts) < chunk_size and (not prompts or time.monotonic() < deadline):
-        try:
-            prompt, one = next(pairs)
-        except StopIteration:
-            is_last = True
-            break
-        except Exception as raised:  # the user's code: kept until what it gave before is done
-            is_last, error = True, raised
-            break
-        prompts.append(prompt)
-        params.append(one)
-    return _Chunk(engine.builder.build(prompts, params), is_last, error)
+    ahead = ReadAhead(engine.builder, pairs, chunk_size)
+    is_reading = True
+    try:
+        while is_reading or open_indexes:
+            if drain is not None and drain.is_set():
+                is_reading = False
+                for request_id in engine.give_up_waiting():
+                    open_indexes.pop(request_id, None)
+            while is_reading and len(open_indexes) + chunk_size <= max(window, chunk_size):
+                chunk = ahead.take(0 if open_indexes else _POLL_S)
+                if chunk is None:
+                    break
+                is_reading, error = not chunk.is_last, chunk.error
+                engine.add([item for item in chunk.built if isinstance(item, Request)])
+                # Known before anything is yielded: the generator may be closed there.
+                first, num_read = num_read, num_read + len(chunk.built)
+                for index, item in enumerate(chunk.built, first):
+                    if isinstance(item, Request):
+                        open_indexes[item.request_id] = index
+                for index, item in enumerate(chunk.built, first):
+                    if isinstance(item, BadPrompt):
+                        yield index, error_output(item, index)
+            for output in _step(engine, open_indexes) if open_indexes else ():
+                if output.finished:
+                    yield open_indexes.pop(output.request_id), output
+        if error is not None:
+            raise error
+    finally:
+        ahead.close()
+        engine.abort(list(open_indexes))
 
 
 def stream_text(engine: LLMEngine, request: Request) -> Iterator[str]:

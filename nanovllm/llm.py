@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A language model ready to generate. Owns its engine; close it, or use it in a `with` block.
 
-    `model` is a directory or a hub id; for the options see `nanovllm.config.Config`.
+    `model` is a directory or a hub id; for the options see `nanovllm.config.Config`. One thread at
+    a time may use it, and no logits processor: RuntimeError for who comes second.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:

@@ -56,6 +56,13 @@ def run_requests(
     engine: LLMEngine, requests: list[Request], progress: Progress
 ) -> dict[str, RequestOutput]:
     """Step until all `requests` are done; whatever ends this early leaves nothing behind."""
+    with engine.claim():
+        return _run_claimed(engine, requests, progress)
+
+
+def _run_claimed(
+    engine: LLMEngine, requests: list[Request], progress: Progress
+) -> dict[str, RequestOutput]:
     ids = [request.request_id for request in requests]
     waiting_for = set(ids)
     done: dict[str, RequestOutput] = {}

@@ -10,6 +10,10 @@ MAX_N = 16384
 GREEDY_TEMPERATURE = 1e-5  # below it a draw is the argmax, as in vLLM
 # Even divided by the smallest temperature that is not greedy it stays finite in float32.
 _MAX_LOGIT_BIAS = 1e30
+_MAX_TEMPERATURE = 1e30  # float32 holds it, and its reciprocal
+# Divided by it too, and by the smallest temperature, the largest bias is finite in float32.
+_MIN_REPETITION_PENALTY, _MAX_REPETITION_PENALTY = 1e-3, 1e3
+_MIN_TOP_P = 1e-30  # what is smaller might be 0 in float32; only the likeliest token is left anyway
 
 # What to do about names that users of vLLM and transformers bring along.
 _ADVICE = {
@@ -103,12 +107,22 @@ class SamplingParams:
                 advice="0 is off.",
             ),
             "repetition_penalty": check_float(
-                "repetition_penalty", repetition_penalty, above=0.0, advice="1 is off."
+                "repetition_penalty",
+                repetition_penalty,
+                minimum=_MIN_REPETITION_PENALTY,
+                maximum=_MAX_REPETITION_PENALTY,
+                advice="1 is off.",
             ),
             "temperature": check_float(
-                "temperature", temperature, minimum=0.0, advice="0 is greedy."
+                "temperature",
+                temperature,
+                minimum=0.0,
+                maximum=_MAX_TEMPERATURE,
+                advice="0 is greedy.",
             ),
-            "top_p": check_float("top_p", top_p, above=0.0, maximum=1.0, advice="1 is off."),
+            "top_p": max(
+                check_float("top_p", top_p, above=0.0, maximum=1.0, advice="1 is off."), _MIN_TOP_P
+            ),
             "top_k": max(check_int("top_k", top_k, minimum=-1, advice="0 or -1 is off."), 0),
             "min_p": check_float("min_p", min_p, minimum=0.0, maximum=1.0, advice="0 is off."),
             "seed": _seed(seed),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.frontend.llm_engine import LLMEngine
-from nanovllm.frontend.request_builder import prompt_list
+from nanovllm.frontend.request_builder import check_text, plain_list, prompt_list
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_requests
 from nanovllm.sampling_params import SamplingParams
@@ -57,6 +57,8 @@ def encode_pairs(
     An empty text as context stands for the tokenizer's bos, or its eos where it has none.
     """
     encode = _Encoder(tokenizer)
+    contexts = [_readable("context", *item) for item in enumerate(contexts)]
+    continuations = [_readable("continuation", *item) for item in enumerate(continuations)]
     pairs: list[TokenPair] = []
     for start in range(0, len(contexts), _TOKENIZE_BATCH):
         rows = range(start, min(len(contexts), start + _TOKENIZE_BATCH))
@@ -134,6 +136,16 @@ def _paired(contexts: Any, continuations: Any) -> tuple[list[Any], list[Any]]:
             "Pass one context for all, or exactly one for each continuation."
         )
     return firsts, seconds
+
+
+def _readable(name: str, index: int, value: Any) -> Any:
+    """A text that can be encoded, or ids as a list; a ValueError names what is neither."""
+    try:
+        if isinstance(value, str):
+            check_text(value)
+        return plain_list(value)
+    except ValueError as error:
+        raise ValueError(f"{name} {index} {error}.") from error
 
 
 def _with_spaces_moved(context: Any, continuation: Any) -> tuple[Any, Any]:

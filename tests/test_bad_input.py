@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.frontend.start_up import check_ranks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 GOOD = [5, 6, 7]
@@ -157,6 +160,13 @@ def test_a_single_number_in_an_array_is_no_prompt(llm, prompts):
         (torch.tensor([1.5]), "has 1.5 among its token ids"),
         (torch.tensor([[5, 6]]), r"has \[5, 6\] among its token ids"),
         ([5, float("nan")], "has nan among its token ids"),
+        ([torch.tensor([1, 2, 3])], r"has tensor\(\[1, 2, 3\]\) among its token ids"),
+        ([np.array([1, 2])], r"has array\(\[1, 2\]\) among its token ids"),
+        ([1, torch.tensor(1.5)], r"has tensor\(1.5.*\) among its token ids"),
+        ([1, torch.empty((), device="meta")], "among its token ids"),
+        (torch.empty(3, device="meta"), "cannot be read as a list of numbers"),
+        (torch.eye(3).to_sparse(), "cannot be read as a list of numbers"),
+        ({"prompt_token_ids": torch.empty(3, device="meta")}, "cannot be read as a list"),
         ([5, -1], r"has token id -1; ids must be in \[0, 517\)"),
         ([5, 517], r"has token id 517; ids must be in \[0, 517\)"),
         ([2**70], "has token id 1180591620717411303424; ids must be"),
@@ -293,6 +303,34 @@ def test_ids_in_parameters_must_be_of_the_vocabulary(llm, options, reason):
         run(llm, [GOOD, GOOD], [GREEDY, GREEDY.clone(**options)])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1},
+        {"allowed_token_ids": [68], "bad_words": ["a"]},
+    ],
+)
+def test_rules_that_bar_every_token_are_refused(llm, options):
+    if "bad_words" in options:
+        word = options["bad_words"][0]
+        options = {
+            **options,
+            "allowed_token_ids": llm.get_tokenizer().encode(word, add_special_tokens=False),
+        }
+        assert len(options["allowed_token_ids"]) == 1
+    with pytest.raises(ValueError, match="prompt 1 allows only tokens that are barred as well"):
+        run(llm, [GOOD, GOOD], [GREEDY, GREEDY.clone(**options)])
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_a_processor_that_bars_every_token_is_named(llm, value):
+    def bars_all(_, logits):
+        return logits.fill_(value)
+
+    with pytest.raises(ValueError, match="bars_all.*left no token to draw"):
+        run(llm, [GOOD], GREEDY.clone(logits_processors=[bars_all]))
+
+
 @pytest.mark.parametrize("value", [0, -1, -100])
 def test_no_request_for_no_tokens(value):
     with pytest.raises(ValueError, match=f"max_tokens must be at least 1, got {value}"):
@@ -369,3 +407,41 @@ def test_a_conversation_that_is_too_long_names_its_index(llm):
     short, long = ([{"role": "user", "content": "x" * n}] for n in (1, 500))
     with pytest.raises(ValueError, match="prompt 1 has .* tokens; with one to generate"):
         llm.chat([short, long], GREEDY, use_tqdm=False)
+
+
+def test_template_options_must_be_a_dict(llm):
+    with pytest.raises(TypeError, match="chat_template_kwargs must be a dict .* got 5 of type int"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, chat_template_kwargs=5)
+
+
+# ---- options of the engine
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "x" * 5000, "/" + "x" * 5000, "a/\0"])
+def test_a_path_that_the_system_refuses_is_no_directory(model):
+    with pytest.raises(ValueError, match="is no directory") as caught:
+        LLM(model)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [2**45, 2**62, 2**70])
+@pytest.mark.parametrize("name", ["num_kvcache_blocks", "max_num_seqs"])
+def test_more_than_the_memory_holds_names_the_option(tiny_llm, name, value):
+    with pytest.raises((ValueError, MemoryError), match=f"{name}.*Lower|Lower {name}"):
+        tiny_llm(**{name: value})
+
+
+@pytest.mark.parametrize("size", [3, 1000])
+def test_a_split_that_cannot_be_is_refused_before_a_worker_starts(tiny_model, monkeypatch, size):
+    monkeypatch.setattr("nanovllm.engine.executor.WorkerGroup", None)
+    with pytest.raises(ValueError, match=f"cannot be split over tensor_parallel_size = {size}"):
+        LLM(tiny_model, device="cpu", tensor_parallel_size=size)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    model = SimpleNamespace(num_heads=8, num_kv_heads=2, intermediate_size=64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_ranks(model, 2, torch.device("cuda"))
+    check_ranks(model, 8, torch.device("cpu"))
+    with pytest.raises(ValueError, match="tensor_parallel_size = 4 needs as many GPUs.*sees 2"):
+        check_ranks(model, 4, torch.device("cuda"))

@@ -76,6 +76,25 @@ def test_an_endless_input_is_read_a_window_ahead(two_engines):
     assert again[0]["text"] == "12", "what was open is gone"
 
 
+def test_an_iterable_may_wait_for_answers_and_closing_does_not_wait_for_it(two_engines):
+    answered, never = threading.Event(), threading.Event()
+
+    def conversation():
+        yield "12+34="
+        assert answered.wait(20)
+        yield "11+1="
+        never.wait(30)
+
+    results = two_engines.generate_iter(conversation(), SamplingParams(temperature=0, max_tokens=8))
+    assert next(results)[1]["text"] == "46"
+    answered.set()
+    assert next(results)[1]["text"] == "12"
+    started = time.monotonic()
+    results.close()
+    assert time.monotonic() - started < 5
+    never.set()
+
+
 def test_draining_finishes_what_runs_and_drops_the_rest(two_engines):
     drain = threading.Event()
     params = SamplingParams(temperature=1, max_tokens=100, ignore_eos=True)

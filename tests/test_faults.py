@@ -215,6 +215,130 @@ def test_a_progress_bar_that_raises_is_a_fault_like_any_other(engine, tiny_oracl
     check_answers(tiny_oracle, engine.generate(PROMPTS, GREEDY, use_tqdm=False))
 
 
+@pytest.mark.parametrize("name", ["update", "set_postfix", "close", None])
+def test_a_progress_bar_that_fails_at_the_end_loses_nothing(engine, tiny_oracle, name):
+    """Nor does one without `close` and `set_postfix`."""
+    num_done = [0]
+
+    class Bar:
+        def __init__(self, total, **options):
+            self.total = total
+
+        def update(self, count):
+            num_done[0] += count
+            self.fail("update")
+
+        def fail(self, place):
+            if place == name and num_done[0] == self.total:
+                raise Boom
+
+    if name is not None:
+        Bar.set_postfix = lambda self, figures: self.fail("set_postfix")
+        Bar.close = lambda self: self.fail("close")
+    check_answers(tiny_oracle, engine.generate(PROMPTS, GREEDY, use_tqdm=Bar))
+    assert num_done == [len(PROMPTS)]
+
+
+@pytest.mark.parametrize("bar", [5, lambda **options: object()])
+def test_what_is_no_progress_bar_is_refused_at_the_start(engine, bar):
+    with pytest.raises(TypeError, match="use_tqdm must be|no method 'update'"):
+        engine.generate(PROMPTS, GREEDY, use_tqdm=bar)
+    check_idle(engine)
+
+
+def test_threads_that_use_one_engine_at_once_are_refused_and_the_first_is_right(
+    engine, tiny_oracle, monkeypatch
+):
+    real, started, may_go_on = (
+        engine._engine._executor.execute,
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def slow(output):
+        started.set()
+        assert may_go_on.wait(60)
+        return real(output)
+
+    monkeypatch.setattr(engine._engine._executor, "execute", slow)
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(engine.generate(PROMPTS, GREEDY, use_tqdm=False)),
+        name="the first",
+    )
+    thread.start()
+    assert started.wait(60)
+    try:
+        for use in (
+            lambda: engine.generate([[5]], GREEDY, use_tqdm=False),
+            lambda: engine.score([[5]], [[6]], use_tqdm=False),
+            lambda: list(engine.generate_iter([[5]], GREEDY)),
+            lambda: list(engine.stream([5], GREEDY)),
+            lambda: engine.add_request([5], GREEDY),
+            engine.give_up_waiting,
+            engine.step,
+        ):
+            with pytest.raises(RuntimeError, match="in use by thread 'the first'.*one LLM for"):
+                use()
+    finally:
+        may_go_on.set()
+        thread.join(120)
+    check_answers(tiny_oracle, results)
+    check_idle(engine)
+
+
+def test_an_abort_from_another_thread_waits_for_the_step(engine, monkeypatch):
+    request_id = engine.add_request([5, 6], GREEDY)
+    real, started, may_go_on = (
+        engine._engine._executor.execute,
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def slow(output):
+        started.set()
+        assert may_go_on.wait(60)
+        return real(output)
+
+    monkeypatch.setattr(engine._engine._executor, "execute", slow)
+    stepping = threading.Thread(target=engine.step)
+    aborted = []
+    aborting = threading.Thread(target=lambda: aborted.extend(engine.abort(request_id)))
+    stepping.start()
+    assert started.wait(60)
+    aborting.start()
+    aborting.join(0.2)
+    assert aborting.is_alive()
+    may_go_on.set()
+    stepping.join(60)
+    aborting.join(60)
+    assert [output.request_id for output in aborted] == [request_id]
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["generate", "add_request", "step", "abort"])
+def test_a_logits_processor_may_not_use_its_engine(engine, tiny_oracle, name):
+    request_ids = []
+    inner = {
+        "generate": lambda: engine.generate([[5]], GREEDY, use_tqdm=False),
+        "add_request": lambda: engine.add_request([5], GREEDY),
+        "step": engine.step,
+        "abort": lambda: engine.abort(request_ids),
+    }[name]
+
+    def processor(_, logits):
+        inner()
+        return logits
+
+    request_ids.append(engine.add_request([5, 6], GREEDY.clone(logits_processors=[processor])))
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        while not engine.is_finished():
+            engine.step()
+    engine.abort(request_ids)
+    check_idle(engine)
+    check_answers(tiny_oracle, engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
 def test_a_worker_thread_may_generate(engine, tiny_oracle):
     results = []
     thread = threading.Thread(

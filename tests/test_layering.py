@@ -24,7 +24,7 @@ LAYERS = [
     {"engine"},
     {"sampling"},  # more than temperature asks for: the engine loads it by name
     {"frontend"},  # text and requests; below it there are tokens only
-    {"generation_defaults", "chat", "run_requests"},
+    {"generation_defaults", "chat", "run_requests", "read_ahead"},
     {"lazy", "scoring"},
     {"llm"},
     {"__init__"},

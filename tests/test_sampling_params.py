@@ -4,6 +4,8 @@ import pickle
 import numpy as np
 import pytest
 
+from nanovllm.engine.row_params import param_cells
+from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -101,12 +103,12 @@ def test_only_n_may_be_positional():
 @pytest.mark.parametrize(
     ("name", "good", "bad", "allowed"),
     [
-        ("temperature", [0, 1e-9, 100.0], [-0.1, 10**400], r"in \[0, inf\)"),
+        ("temperature", [0, 1e-9, 100.0], [-0.1, 1e39, 10**400], r"in \[0, 1e\+30\]"),
         ("top_p", [1e-6, 1], [0, -0.5, 1.1], r"in \(0, 1\]"),
         ("min_p", [0, 0.5, 1], [-0.1, 1.1], r"in \[0, 1\]"),
         ("presence_penalty", [-2, 0.5, 2], [-2.1, 2.1], r"in \[-2, 2\]"),
         ("frequency_penalty", [-2, 0.5, 2], [-2.1, 2.1], r"in \[-2, 2\]"),
-        ("repetition_penalty", [0.1, 1, 5], [0, -1.0], r"in \(0, inf\)"),
+        ("repetition_penalty", [0.1, 1, 5], [0, -1.0, 1e-50, 1e300], r"in \[0.001, 1000\]"),
     ],
 )
 def test_numbers_are_checked_and_stored_as_floats(name, good, bad, allowed):
@@ -301,3 +303,32 @@ def test_what_leaves_logits_alone_is_said():
 def test_only_stop_strings_need_text_early():
     assert SamplingParams(stop="a").needs_text is True
     assert SamplingParams(stop_token_ids=[1]).needs_text is False
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-50, 1e-45])
+def test_a_tiny_top_p_is_not_zero_in_float32(top_p):
+    assert np.float32(SamplingParams(top_p=top_p).top_p) >= np.finfo(np.float32).tiny
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ],
+)
+def test_every_number_that_is_accepted_fits_the_row(name):
+    """A row that cannot be written would block all others with it."""
+    for value in (s * 10.0**e for s in (1, -1) for e in range(-320, 309, 4)):
+        try:
+            params = SamplingParams(**{name: value})
+        except ValueError:
+            continue
+        cells = param_cells(
+            Sequence(0, "r", [5], params, max_num_tokens=9, noise_key=(0, 0), sample_index=0)
+        )
+        assert all(-(2**31) <= cell < 2**31 for cell in cells.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,6 +135,10 @@ def test_the_longest_pair_that_fits_is_scored(tiny_llm, tiny_oracle):
         ([[5]], [[9999]], "prompt 0 has token id 9999"),
         ([[5], [6]], [[7], [5] * 600], "prompt 1 has 601 tokens"),
         (5, [[5]], "must be a string"),
+        (["x", "\ud800"], ["y", "y"], "context 1 cannot be encoded"),
+        ("x", ["y", "\ud800"], "continuation 1 cannot be encoded"),
+        ([torch.empty(3, device="meta")], [[7]], "context 0 cannot be read as a list"),
+        ([[5]], [torch.tensor([[7], [8]])], r"prompt 0 has \[7\] among its token ids"),
     ],
 )
 def test_what_cannot_be_scored_is_named(tiny_llm, contexts, continuations, match):
@@ -141,6 +146,16 @@ def test_what_cannot_be_scored_is_named(tiny_llm, contexts, continuations, match
     with pytest.raises((TypeError, ValueError), match=match):
         llm.score(contexts, continuations, use_tqdm=False)
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor, tuple])
+def test_ids_in_any_form_are_scored_alike(tiny_llm, array):
+    llm = tiny_llm()
+    expected = llm.score([[5, 6], [7]], [[8], [9, 4]], use_tqdm=False)
+    contexts, continuations = map(array, ([5, 6], [7])), map(array, ([8], [9, 4]))
+    scores = llm.score(list(contexts), list(continuations), use_tqdm=False)
+    assert [score.token_ids for score in scores] == [[8], [9, 4]]
+    assert [s.logprob for s in scores] == pytest.approx([s.logprob for s in expected], abs=1e-4)
 
 
 def test_no_pairs_give_no_scores(tiny_llm):

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -42,15 +43,37 @@ def write_tiny_qwen3(
     return directory
 
 
+def write_tiny(
+    directory: str | Path,
+    architecture: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """As `write_tiny_qwen3`, of another architecture; `head_dim` is absent unless given."""
+    directory = Path(directory)
+    make_tiny(architecture, seed=seed, dtype=dtype, **overrides).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
 def make_tiny_qwen3(
     *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Qwen3ForCausalLM:
     """Make the model alone, in memory: the oracle of tests that need no files."""
+    fields = {"head_dim": 32} | overrides
+    return make_tiny("Qwen3ForCausalLM", seed=seed, dtype=dtype, **fields)
+
+
+def make_tiny(
+    architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> PreTrainedModel:
+    """Make a tiny random model of any dense architecture that transformers has."""
     fields: dict[str, Any] = {
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "num_hidden_layers": 2,
         "intermediate_size": 96,
         "vocab_size": 517,
@@ -61,7 +84,9 @@ def make_tiny_qwen3(
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**(fields | overrides))).to(dtype).eval()
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**(fields | overrides))
+    model: PreTrainedModel = model_class(config).to(dtype).eval()
     # A generator of its own: the global one belongs to the tests.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import tee
@@ -14,11 +15,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from nanovllm.batch.fingerprint import job_fingerprint
-from nanovllm.batch.journal import Journal, RefusedOutput
+from nanovllm.batch.fingerprint import job_fingerprint, known_head_bytes
+from nanovllm.batch.journal import Journal, RefusedOutput, job_path_of
+from nanovllm.batch.paths import check_paths
 from nanovllm.batch.progress import BatchProgress, Standing
 from nanovllm.batch.reader import JobReader
-from nanovllm.batch.records import LineParser, changed_fields
+from nanovllm.batch.records import BadLine, LineParser, changed_fields, error_record
 from nanovllm.batch.results import result_record
 from nanovllm.batch.source import LineSource, count_lines, is_regular_file
 from nanovllm.batch.stop import DrainOnSignal
@@ -70,7 +72,14 @@ def run_batch(
     SamplingParams(**options.sampling)  # refuses bad defaults before any work starts
     if options.input != "-" and not Path(options.input).exists():
         raise ValueError(f"The input {options.input} does not exist.")
-    job = job_fingerprint(config, options.sampling, source=options.input, shard=options.shard)
+    _check_options(options)
+    job = job_fingerprint(
+        config,
+        options.sampling,
+        source=options.input,
+        shard=options.shard,
+        head_bytes=None if options.overwrite else known_head_bytes(job_path_of(options.output)),
+    )
     with ExitStack() as stack:
         drain = stack.enter_context(DrainOnSignal()).event
         journal = stack.enter_context(
@@ -101,6 +110,33 @@ def run_batch(
         finally:
             run.close()
     return summary
+
+
+def _check_options(options: BatchOptions) -> None:
+    """ValueError for what cannot be right. Nothing was opened before, or is here."""
+    if not (math.isfinite(options.fsync_interval_s) and options.fsync_interval_s >= 0):
+        raise ValueError(
+            f"fsync_interval_s must be a number of seconds, 0 or more, got "
+            f"{options.fsync_interval_s}."
+        )
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"window must be at least 1, got {options.window}.")
+    which, num_shards = options.shard
+    if not 0 <= which < num_shards:
+        raise ValueError(f"shard must be (i, n) with i from 0 to n-1, got {options.shard}.")
+    output = options.output
+    if output.exists() and not output.is_file():
+        raise RefusedOutput(f"The output {output} is no file that a job could be gone on with.")
+    check_paths(
+        options.input,
+        {
+            "the output": output,
+            "the output's .job.json": job_path_of(output),
+            "--metrics": options.metrics,
+            "--report": options.report,
+            "--trace": options.trace,
+        },
+    )
 
 
 def _make_llm(
@@ -143,7 +179,9 @@ class _Run:
         self._total: int | None = None
         self._stop_counting = Event()
         self._timeline = Timeline(time.time())
-        self._trace = TraceWriter(options.trace, time.time()) if options.trace else None
+        self._trace: TraceWriter | None = None
+        if options.trace is not None:
+            self._write_file("--trace", options.trace, self._open_trace)
         self._progress = BatchProgress(self._standing, is_shown=options.show_progress)
 
     def go(self) -> None:
@@ -167,10 +205,11 @@ class _Run:
         summary = self._summary
         self._stop_counting.set()
         self._progress.close()
+        summary.is_interrupted = self._drain.is_set()
+        self._drain.set()  # a read of a pipe that still goes on ends, too
         self._source.close()
         summary.run_s = time.monotonic() - self._started
         summary.num_failed += self._reader.num_bad
-        summary.is_interrupted = self._drain.is_set()
         summary.input_failure = self._source.failure
         summary.engine = self._llm.metrics.as_dict()
         if isinstance(self._llm, DataParallelLLM):
@@ -181,25 +220,59 @@ class _Run:
                 f"Lines that name another model were run on {self._model}: "
                 f"{', '.join(sorted(others)[:5])}."
             )
+        options = self._options
         if self._trace is not None:
-            self._trace.close()
-        if self._options.report is not None:
-            title = f"{self._model}: {Path(self._options.input).name}"
-            write_report(self._options.report, self._timeline, title=title, facts=summary.facts())
-        if self._options.metrics is not None:
-            text = json.dumps(summary.as_dict(), indent=1)
-            self._options.metrics.write_text(text + "\n", encoding="utf-8")
+            self._write_file("--trace", options.trace, self._trace.close)
+        self._write_file("--report", options.report, self._write_report)
+        self._write_file("--metrics", options.metrics, self._write_metrics)
+
+    def _write_file(self, name: str, path: Path | None, write: Callable[[], None]) -> None:
+        """Write one of the files beside the output, which may fail by itself."""
+        if path is None:
+            return
+        try:
+            write()
+        except Exception as error:
+            logger.debug("%s", name, exc_info=True)
+            self._summary.file_failures.append(f"{name} {path} was not written: {error}.")
+
+    def _open_trace(self) -> None:
+        assert self._options.trace is not None
+        self._trace = TraceWriter(self._options.trace, time.time())
+
+    def _write_report(self) -> None:
+        assert self._options.report is not None
+        title = f"{self._model}: {Path(self._options.input).name}"
+        facts = self._summary.facts()
+        write_report(self._options.report, self._timeline, title=title, facts=facts)
+
+    def _write_metrics(self) -> None:
+        assert self._options.metrics is not None
+        text = json.dumps(self._summary.as_dict(), indent=1)
+        self._options.metrics.write_text(text + "\n", encoding="utf-8")
 
     def _observe(self, sample: StepSample) -> None:
         self._timeline.add_step(sample)
-        if self._trace is not None:
-            self._trace.add_step(sample)
+        trace = self._trace
+        if trace is not None:
+            num_failures = len(self._summary.file_failures)
+            self._write_file("--trace", self._options.trace, lambda: trace.add_step(sample))
+            if len(self._summary.file_failures) > num_failures:
+                self._trace = None
 
     def _write(self, index: int, output: RequestOutput) -> None:
-        record = result_record(self._reader.take(index), output)
-        self._journal.append(record)
+        job, failed = self._reader.take(index), output.error is not None
+        try:
+            self._journal.append(result_record(job, output))
+        except OSError:
+            raise
+        except Exception as error:  # it is this line's alone
+            reason = f"the result cannot be written ({type(error).__name__}: {error})"
+            bad = BadLine(reason, custom_id=job.custom_id, code="unwritable_result")
+            self._journal.append(error_record(bad, job.line_number, job.digest))
+            failed = True
         summary = self._summary
-        if output.error is not None:
+        if failed:
             summary.num_failed += 1
             return
         num_output = sum(len(answer.token_ids) for answer in output.outputs)

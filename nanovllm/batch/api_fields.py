@@ -19,15 +19,14 @@ SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - {
     "logits_processors",
     "prompt_logprobs",
 }
-TEMPLATE_FIELDS = frozenset(
-    (
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "chat_template_kwargs",
-        "tools",
-    )
-)
+_TEMPLATE_TYPES: dict[str, tuple[type, str]] = {
+    "add_generation_prompt": (bool, "true or false"),
+    "continue_final_message": (bool, "true or false"),
+    "chat_template": (str, "a string"),
+    "chat_template_kwargs": (dict, "an object"),
+    "tools": (list, "a list"),
+}
+TEMPLATE_FIELDS = frozenset(_TEMPLATE_TYPES)
 _LABELS = ("model", "user", "metadata", "safety_identifier")  # nothing that is generated changes
 _CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs", "tool_choice", "response_format")
 
@@ -73,7 +72,7 @@ def chat_request(body: Mapping[str, Any]) -> ApiRequest:
             raise ValueError("top_logprobs needs logprobs: true")
     if wants:
         sampling["logprobs"] = num_top or 0
-    template = {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
+    template = template_fields(body)
     if body.get("tool_choice") == "none":
         template.pop("tools", None)
     if "messages" not in body:
@@ -128,6 +127,16 @@ def sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
     if "logit_bias" in named:
         named["logit_bias"] = _int_keys(named["logit_bias"])
+    return named
+
+
+def template_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the chat template, each of its type."""
+    named = {name: body[name] for name in _TEMPLATE_TYPES if body.get(name) is not None}
+    for name, value in named.items():
+        kind, text = _TEMPLATE_TYPES[name]
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {text}, got {value!r}")
     return named
 
 

@@ -13,7 +13,7 @@ from nanovllm.batch.source import is_regular_file
 from nanovllm.config import Config
 from nanovllm.utils.tokenizer import find_model
 
-_VERSION = 1
+_VERSION = 2
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _SAMPLE_BYTES, _NUM_SAMPLES = 1 << 16, 64
 _HEAD_BYTES = 1 << 20
@@ -41,9 +41,17 @@ _NEUTRAL = frozenset(
 
 
 def job_fingerprint(
-    config: Config, defaults: Mapping[str, Any], *, source: str, shard: tuple[int, int]
+    config: Config,
+    defaults: Mapping[str, Any],
+    *,
+    source: str,
+    shard: tuple[int, int],
+    head_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """A JSON object that is equal for two runs of the same job, and says where others differ."""
+    """A JSON object that is equal for two runs of the same job, and says where others differ.
+
+    `head_bytes` is how much of the input an earlier run knew: lines appended since are no change.
+    """
     engine = {k: v for k, v in asdict(config).items() if k not in _NEUTRAL}
     job = {
         "version": _VERSION,
@@ -55,7 +63,10 @@ def job_fingerprint(
     if config.tokenizer is not None:
         job["tokenizer"] = model_digest(find_model(config.tokenizer))
     if is_regular_file(source):
-        job["input"] = "begins with " + _head_digest(source)
+        num_bytes = min(_HEAD_BYTES, Path(source).stat().st_size)
+        if head_bytes is not None:
+            num_bytes = min(num_bytes, head_bytes)
+        job["input"] = f"begins with {_head_digest(source, num_bytes)} ({num_bytes} bytes)"
     normal: dict[str, Any] = json.loads(json.dumps(job, default=str))
     return normal
 
@@ -77,6 +88,15 @@ def model_digest(directory: Path) -> str:
     return state.hexdigest()[:32]
 
 
-def _head_digest(path: str) -> str:
+def known_head_bytes(job_path: Path) -> int | None:
+    """How much of the input the run knew that wrote a `.job.json`; None: it cannot be said."""
+    try:
+        text = json.loads(job_path.read_text(encoding="utf-8"))["input"]
+        return int(text.rpartition("(")[2].split()[0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def _head_digest(path: str, num_bytes: int) -> str:
     with open(path, "rb") as file:
-        return hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()[:32]
+        return hashlib.sha256(file.read(num_bytes)).hexdigest()[:32]

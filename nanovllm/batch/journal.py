@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.batch.done import IdSet, NumberSet
-from nanovllm.batch.records import dump_line, record_key
+from nanovllm.batch.records import dump_line, record_digest, record_key
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ _READ_BYTES = 1 << 20
 
 class RefusedOutput(ValueError):
     """The output file is another job's, damaged, or in use."""
+
+
+def job_path_of(path: Path) -> Path:
+    """The file that says which job wrote the output `path`."""
+    return path.with_name(path.name + ".job.json")
 
 
 class Journal:
@@ -43,14 +48,18 @@ class Journal:
         force: bool = False,
     ) -> None:
         self.path = path
-        self.job_path = path.with_name(path.name + ".job.json")
+        self.job_path = job_path_of(path)
         self.finished_ids = IdSet()
         self.finished_lines = NumberSet()  # of lines without custom_id
         self.error_lines = NumberSet()  # that have an error and no custom_id of their own
+        self._digests = IdSet()  # of finished lines, with what they are known by
+        self._checks_lines = not force
         self.num_ok = self.num_errors = 0  # in the file when it was opened
         self._fsync_interval_s = fsync_interval_s
         self._lock = threading.Lock()
         self._is_broken = False
+        if path.exists() and not path.is_file():
+            raise RefusedOutput(f"{path} is no file that a job could be gone on with.")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             self._take(job, overwrite=overwrite, force=force)
@@ -66,9 +75,11 @@ class Journal:
         return self.num_ok + self.num_errors
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one whole line."""
+        """Write one whole line. ValueError: the record is no JSON, and nothing was written."""
         data = dump_line(record)
         with self._lock:
+            if self._fd < 0:
+                raise OSError(f"{self.path} is closed.")
             # After a failed write the file may end in half a line, which must stay the last.
             if self._is_broken:
                 raise OSError(f"{self.path}: an earlier write failed.")
@@ -83,11 +94,25 @@ class Journal:
 
     def close(self) -> None:
         """Bring everything to the disk and let go of the file. A second call does nothing."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            with suppress(OSError):
-                os.fsync(fd)
-            os.close(fd)
+        with self._lock:
+            if self._fd >= 0:
+                fd, self._fd = self._fd, -1
+                with suppress(OSError):
+                    os.fsync(fd)
+                os.close(fd)
+
+    def answers(self, key: str | int, digest: str) -> bool:
+        """Whether the file's line for `key` is of an input line with this digest."""
+        return _digest_key(key, digest) in self._digests or _digest_key(key, "") in self._digests
+
+    def check_unchanged(self, key: str | int, digest: str, line_number: int) -> None:
+        """Refuse to go on with the file if a line that it answers is another now."""
+        if self._checks_lines and not self.answers(key, digest):
+            raise RefusedOutput(
+                f"Line {line_number} of the input was changed since {self.path} answered it. "
+                f"Put it back, {_ADVICE[0].lower()}{_ADVICE[1:]}, or --force-resume to keep the "
+                "answer to what it was."
+            )
 
     def __enter__(self) -> Journal:
         return self
@@ -119,9 +144,9 @@ class Journal:
             written_by = None
         except ValueError as error:
             raise RefusedOutput(f"{self.job_path} is damaged: {error}. {_ADVICE}.") from error
-        if written_by == job or force:
+        if written_by == job or (force and isinstance(written_by, dict)):
             return
-        if not isinstance(written_by, dict):
+        if not isinstance(written_by, dict):  # nor may it be forced: it could be anybody's
             raise RefusedOutput(
                 f"{self.path} is not empty, and no {self.job_path.name} says that run-batch made "
                 f"it. {_ADVICE}."
@@ -135,34 +160,34 @@ class Journal:
         )
 
     def _read_finished(self) -> None:
-        """Note what is finished, and cut a last line that a crash tore."""
-        good_end = end = number = 0
-        bad_number = 0
+        """Note what is finished, and cut a last line that a crash tore: one without an end."""
+        good_end = end = 0
         with open(os.dup(self._fd), "rb", buffering=_READ_BYTES) as file:
             file.seek(0)
             for number, line in enumerate(file, 1):
                 end += len(line)
+                if not line.endswith(b"\n"):
+                    break
                 try:
-                    key, is_error = _read_record(line)
-                except (ValueError, KeyError, TypeError):
-                    bad_number = bad_number or number
-                    continue
-                if bad_number:
+                    record = json.loads(line)
+                    key, digest = record_key(record), record_digest(record)
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     raise RefusedOutput(
-                        f"{self.path} line {bad_number} is damaged, and good lines follow. "
+                        f"{self.path} line {number} is damaged, or no result of run-batch. "
                         f"Repair it. {_ADVICE}."
-                    )
+                    ) from error
                 good_end = end
-                self._note(key, is_error=is_error)
+                self._note(key, digest, is_error=record.get("error") is not None)
         if good_end < end:
             logger.warning("%s: cut %d bytes of a torn last line", self.path, end - good_end)
             os.ftruncate(self._fd, good_end)
 
-    def _note(self, key: str | int, *, is_error: bool) -> None:
+    def _note(self, key: str | int, digest: str, *, is_error: bool) -> None:
         if isinstance(key, str):
             self.finished_ids.add(key)
         else:
             (self.error_lines if is_error else self.finished_lines).add(key)
+        self._digests.add(_digest_key(key, digest))
         self.num_errors += is_error
         self.num_ok += not is_error
 
@@ -180,11 +205,8 @@ class Journal:
             os.close(directory)
 
 
-def _read_record(line: bytes) -> tuple[str | int, bool]:
-    if not line.endswith(b"\n"):
-        raise ValueError("torn")
-    record = json.loads(line)
-    return record_key(record), record.get("error") is not None
+def _digest_key(key: str | int, digest: str) -> str:
+    return f"{type(key).__name__}:{key}:{digest}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,23 +13,29 @@ def chat_text(tokenizer: Any, messages: list[Any], template: Mapping[str, Any]) 
     """
     options = {k: v for k, v in template.items() if k != "chat_template_kwargs"}
     options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-    options.update(template.get("chat_template_kwargs") or {})
-    if tokenizer is None or not (options.get("chat_template") or tokenizer.chat_template):
-        raise ValueError("the model has no chat template")
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        options.update(template.get("chat_template_kwargs") or {})
+        if tokenizer is not None and (options.get("chat_template") or tokenizer.chat_template):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # a template raises what it likes
         raise ValueError(
             f"the chat template refused the messages: {type(error).__name__}: {error}"
         ) from error
+    raise ValueError("the model has no chat template")
 
 
-def encode_chats(tokenizer: Any, texts: list[str]) -> list[dict[str, Any]]:
-    """Prompts for the engine from texts that the template wrote."""
+def encode_chats(tokenizer: Any, texts: list[str]) -> list[dict[str, Any] | ValueError]:
+    """Prompts for the engine from texts that the template wrote; an error for what is no text."""
     if not texts:
         return []
     # The template has written the special tokens: no second BOS.
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    try:
+        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # half a surrogate pair, for one; any text of them may be why
+        if len(texts) > 1:
+            return [prompt for text in texts for prompt in encode_chats(tokenizer, [text])]
+        reason = f"{type(error).__name__}: {error}"
+        return [ValueError(f"what the chat template wrote cannot be tokenised: {reason}")]
     return [
         {"prompt": text, "prompt_token_ids": token_ids}
         for text, token_ids in zip(texts, encoded, strict=True)

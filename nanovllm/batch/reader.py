@@ -10,7 +10,15 @@ from typing import Any
 from nanovllm.batch.done import IdSet
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.prompts import chat_text, encode_chats
-from nanovllm.batch.records import DUPLICATE, BadLine, Job, LineParser, custom_id_of, error_record
+from nanovllm.batch.records import (
+    DUPLICATE,
+    BadLine,
+    Job,
+    LineParser,
+    custom_id_of,
+    error_record,
+    line_digest,
+)
 from nanovllm.batch.source import MAX_LINE_BYTES, LineSource
 from nanovllm.sampling_params import SamplingParams
 
@@ -47,7 +55,9 @@ class JobReader:
     def pairs(self) -> Iterator[tuple[Any, SamplingParams]]:
         """Yield what `generate_iter` takes; write the error of each line that cannot run."""
         jobs, index = self._jobs(), 0
-        while chunk := list(islice(jobs, _CHUNK)):
+        # Whoever writes to a pipe may wait for an answer before the next line.
+        chunk_size = 1 if self._source.is_pipe else _CHUNK
+        while chunk := list(islice(jobs, chunk_size)):
             for job, prompt in self._with_prompts(chunk):
                 self._open[index] = job
                 index += 1
@@ -69,32 +79,40 @@ class JobReader:
                 if (other := custom_id_of(line or b"")) is not None:
                     self._seen.add(other)
                 continue
+            digest = line_digest(line)
             try:
-                job = self._parsed(line, number)
-                if self._is_new(job.custom_id, number):
+                job = self._parsed(line, number, digest)
+                if self._is_new(job.custom_id, number, digest):
                     if job.form != "plain" and len(self.models) < 100:
                         self.models.add(job.model)
                     yield job
             except BadLine as bad:
-                self._refuse(bad, number)
+                self._refuse(bad, number, digest)
 
-    def _parsed(self, line: bytes | None, number: int) -> Job:
-        if line is None:
-            raise BadLine(f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+    def _parsed(self, line: bytes | None, number: int, digest: str) -> Job:
         try:
+            if line is None:
+                raise BadLine(f"is longer than {MAX_LINE_BYTES >> 20} MiB")
             return self._parser.parse(line, number)
         except BadLine as bad:
             # Its id is taken from here on; DUPLICATE is raised where it was before.
-            is_new = self._is_new(bad.custom_id, number)
-            if not is_new or (bad.custom_id is None and self._was_refused(number)):
+            if not self._is_new(bad.custom_id, number, digest):
                 raise _Finished from bad
             raise
 
-    def _is_new(self, custom_id: str | None, number: int) -> bool:
-        """Whether a line is still to be done; BadLine if its custom_id was seen before."""
-        if custom_id is None:
-            is_new = number not in self._journal.finished_lines
+    def _is_new(self, custom_id: str | None, number: int, digest: str) -> bool:
+        """Whether a line is still to be done; BadLine if its custom_id was seen before.
+
+        RefusedOutput if it was done, but was another line then.
+        """
+        if custom_id is None and number in self._journal.finished_lines:
+            self._journal.check_unchanged(number, digest, number)
+            is_new = False
+        elif custom_id is None:
+            # One that had an error and was mended since is run.
+            is_new = not (self._was_refused(number) and self._journal.answers(number, digest))
         elif self._journal.finished_ids.discard(custom_id):
+            self._journal.check_unchanged(custom_id, digest, number)
             self._seen.add(custom_id)
             is_new = False
         elif self._seen.add(custom_id):
@@ -110,14 +128,17 @@ class JobReader:
         return is_new
 
     def _was_refused(self, number: int) -> bool:
-        # Only asked of a line that is bad: one that was cut and is whole now is run.
         return number in self._journal.error_lines
 
-    def _refuse(self, bad: BadLine, number: int) -> None:
+    def _refuse(self, bad: BadLine, number: int, digest: str) -> None:
         if isinstance(bad, _Finished):
             return  # its error was written in an earlier run
         self.num_bad += 1
-        self._journal.append(error_record(bad, number))
+        try:
+            self._journal.append(error_record(bad, number, digest))
+        except ValueError:  # the line's own keys cannot be copied
+            bad.plain = None
+            self._journal.append(error_record(bad, number, digest))
 
     def _with_prompts(self, jobs: list[Job]) -> list[tuple[Job, Any]]:
         """Each job with the engine's prompt; chats are laid out and tokenised together."""
@@ -130,15 +151,20 @@ class JobReader:
             try:
                 texts[len(prompts)] = chat_text(self._tokenizer, job.messages, job.template)
                 prompts.append((job, None))
-            except ValueError as error:
-                plain = job.plain if job.form == "plain" else None
-                self._refuse(
-                    BadLine(str(error), custom_id=job.custom_id, plain=plain), job.line_number
-                )
+            except Exception as error:  # it is this line's alone
+                self._refuse_prompt(job, error)
         encoded = encode_chats(self._tokenizer, list(texts.values()))
         for place, prompt in zip(texts, encoded, strict=True):
             prompts[place] = (prompts[place][0], prompt)
-        return prompts
+        for job, prompt in prompts:
+            if isinstance(prompt, ValueError):
+                self._refuse_prompt(job, prompt)
+        return [pair for pair in prompts if not isinstance(pair[1], ValueError)]
+
+    def _refuse_prompt(self, job: Job, error: Exception) -> None:
+        plain = job.plain if job.form == "plain" else None
+        bad = BadLine(str(error), custom_id=job.custom_id, plain=plain)
+        self._refuse(bad, job.line_number, job.digest)
 
 
 class _Finished(BadLine):

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanovllm.batch.api_fields import (
     CHAT_URL,
     COMPLETIONS_URL,
-    TEMPLATE_FIELDS,
     chat_request,
     completion_request,
     sampling_fields,
+    template_fields,
     text_of_messages,
 )
 from nanovllm.sampling_params import SamplingParams
 
+_ID_PREFIX = "batch_req_"
 DUPLICATE = "duplicate_custom_id"
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_RESULT_KEYS = ("output", "finish_reason", "usage", "error", "input_line", "token_logprobs")
+_RESULT_KEYS = (
+    "output",
+    "finish_reason",
+    "usage",
+    "error",
+    "input_line",
+    "input_digest",
+    "token_logprobs",
+)
+_DIGEST_CHARS = 12
 _NOT_IN_A_LINE = {"logits_processors", "prompt_logprobs", "detokenize"}
 
 
@@ -56,6 +67,7 @@ class Job:
     params: SamplingParams
     model: str
     plain: dict[str, Any] = field(default_factory=dict)  # the line's object, in the plain form
+    digest: str = ""  # of the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +86,13 @@ class LineParser:
         if custom_id is not None and (not isinstance(custom_id, str) or not custom_id):
             raise BadLine(f"custom_id must be a string that is not empty, got {custom_id!r}")
         try:
-            if is_plain:
-                return self._plain_job(data, custom_id, line_number)
-            return self._api_job(data, custom_id, line_number)
-        except (TypeError, ValueError) as error:
+            make = self._plain_job if is_plain else self._api_job
+            return replace(make(data, custom_id, line_number), digest=line_digest(line))
+        except Exception as error:  # whatever it is, it is this line's alone
             plain = data if is_plain and not _taken_keys(data) else None
-            raise BadLine(str(error), custom_id=custom_id, plain=plain) from error
+            known = isinstance(error, (TypeError, ValueError))
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            raise BadLine(reason, custom_id=custom_id, plain=plain) from error
 
     def _plain_job(self, data: dict[str, Any], custom_id: str | None, line_number: int) -> Job:
         given = [name for name in ("prompt", "messages") if name in data]
@@ -99,7 +112,7 @@ class LineParser:
             "plain",
             data.get("prompt"),
             None if messages is None else text_of_messages(messages),
-            {name: data[name] for name in TEMPLATE_FIELDS & data.keys()},
+            template_fields(data),
             self._params(sampling_fields(data), custom_id, line_number),
             self.model,
             data,
@@ -127,6 +140,8 @@ class LineParser:
             sampling = {"max_tokens": None if form == "chat" else 16, **sampling}
         params = self._params(sampling, custom_id, line_number)
         model = body.get("model") or self.model
+        if not isinstance(model, str):
+            raise TypeError(f"model must be a string, got {model!r}")
         return Job(
             line_number,
             custom_id,
@@ -174,13 +189,16 @@ def changed_fields(params: SamplingParams) -> dict[str, Any]:
 # ---- what is written
 
 
-def error_record(bad: BadLine, line_number: int) -> dict[str, Any]:
+def error_record(bad: BadLine, line_number: int, digest: str = "") -> dict[str, Any]:
     """The output line of a line that could not be run."""
-    error = {"code": bad.code, "message": str(bad), "line": line_number}
+    # What is said of a line may quote the half surrogate that it is refused for.
+    reason = str(bad).encode("utf-8", errors="backslashreplace").decode()
+    error = {"code": bad.code, "message": reason, "line": line_number}
     if bad.plain is not None:
-        return {**bad.plain, "output": None, "finish_reason": "error", "error": error}
+        result = {"output": None, "finish_reason": "error", "error": error}
+        return {**bad.plain, **result, "input_digest": digest}
     return {
-        "id": _record_id(line_number, bad.custom_id),
+        "id": _record_id(line_number, bad.custom_id, digest),
         "custom_id": bad.custom_id,
         "response": None,
         "error": error,
@@ -189,7 +207,7 @@ def error_record(bad: BadLine, line_number: int) -> dict[str, Any]:
 
 def api_record(job: Job, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
     """The output line of a request in the OpenAI form."""
-    identity = _record_id(job.line_number, job.custom_id)
+    identity = _record_id(job.line_number, job.custom_id, job.digest)
     is_chat = job.form == "chat"
     return {
         "id": identity,
@@ -213,6 +231,8 @@ def api_record(job: Job, choices: list[dict[str, Any]], usage: dict[str, Any]) -
 def record_key(record: dict[str, Any]) -> str | int:
     """Which line an output line answers: its custom_id, or the line's number. KeyError: none."""
     error = record.get("error")
+    if not isinstance(error, dict) and record.get("output", record.get("response")) is None:
+        raise KeyError("output")  # a request, or something else that has a custom_id
     if isinstance(error, dict) and error["code"] == DUPLICATE:
         return int(error["line"])
     custom_id = record.get("custom_id")
@@ -221,15 +241,32 @@ def record_key(record: dict[str, Any]) -> str | int:
     return int(error["line"] if isinstance(error, dict) else record["input_line"])
 
 
+def record_digest(record: dict[str, Any]) -> str:
+    """The digest of the line that an output line answers; empty where it has none."""
+    digest = record.get("input_digest")
+    if digest is None and str(record.get("id", "")).startswith(_ID_PREFIX):
+        digest = record["id"][-_DIGEST_CHARS:]
+    return digest if isinstance(digest, str) else ""
+
+
+def line_digest(line: bytes | None) -> str:
+    """What tells a line from one that stood there before; None: a line too long to hold."""
+    data = b"" if line is None else line.strip()
+    return hashlib.blake2b(data, digest_size=_DIGEST_CHARS // 2).hexdigest()
+
+
 def dump_line(record: dict[str, Any]) -> bytes:
-    """A record as one line of UTF-8."""
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    """A record as one line of UTF-8. ValueError where it is no JSON."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _load(line: bytes) -> dict[str, Any]:
     try:
         text = line.decode("utf-8-sig")
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise BadLine("is nested too deeply", code="invalid_json") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -237,6 +274,8 @@ def _load(line: bytes) -> dict[str, Any]:
     if b"\\ud" in line or b"\\uD" in line:
         try:
             json.dumps(data, ensure_ascii=False).encode()
+        except RecursionError:
+            raise BadLine("is nested too deeply", code="invalid_json") from None
         except UnicodeEncodeError as error:
             raise BadLine("holds one half of a surrogate pair", code="invalid_json") from error
     if not isinstance(data, dict):
@@ -248,13 +287,21 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # it would be written as Infinity, which is no JSON
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
 def _taken_keys(data: dict[str, Any]) -> list[str]:
     return [name for name in _RESULT_KEYS if name in data]
 
 
-def _record_id(line_number: int, custom_id: str | None) -> str:
+def _record_id(line_number: int, custom_id: str | None, digest: str) -> str:
+    """Unlike those of other lines; ends in the line's digest."""
     text = f"{line_number}:{custom_id}"
-    return f"batch_req_{hashlib.blake2b(_utf8(text), digest_size=12).hexdigest()}"
+    return f"{_ID_PREFIX}{hashlib.blake2b(_utf8(text), digest_size=6).hexdigest()}{digest}"
 
 
 def _utf8(text: str) -> bytes:

@@ -15,7 +15,7 @@ def result_record(job: Job, output: RequestOutput) -> dict[str, Any]:
         # The engine counts prompts its own way; a reader of this line wants the line's number.
         reason = output.error.partition(" ")[2].partition(" ")[2] or output.error
         bad = BadLine(f"the prompt {reason}", custom_id=job.custom_id, plain=plain)
-        return error_record(bad, job.line_number)
+        return error_record(bad, job.line_number, job.digest)
     usage = _usage(output)
     if job.form == "plain":
         return _plain_record(job, output, usage)
@@ -37,6 +37,7 @@ def _plain_record(job: Job, output: RequestOutput, usage: dict[str, Any]) -> dic
         )
     if job.custom_id is None:
         record["input_line"] = job.line_number
+    record["input_digest"] = job.digest
     return record
 
 
@@ -98,7 +99,7 @@ def _completion_logprobs(answer: CompletionOutput, job: Job) -> dict[str, Any]:
         tokens.append(chosen["token"])
         values.append(chosen["logprob"])
         top = sorted(position.items(), key=_rank)[: job.params.logprobs or None]
-        tops.append({_token(i, logprob)["token"]: logprob.logprob for i, logprob in top})
+        tops.append({_token(i, logprob)["token"]: _number(logprob) for i, logprob in top})
         offsets.append(offset)
         offset += len(chosen["token"])
     return {
@@ -120,4 +121,9 @@ def _rank(item: tuple[int, Logprob]) -> tuple[float, int]:
 def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:
     text = logprob.decoded_token
     text = f"token_id:{token_id}" if text is None else text
-    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+
+
+def _number(logprob: Logprob) -> float:
+    # Of a token that cannot be drawn: -inf, which JSON has not. Others write this, too.
+    return max(logprob.logprob, -9999.0)

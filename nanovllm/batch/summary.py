@@ -25,16 +25,19 @@ class BatchSummary:
     run_s: float = 0.0
     is_interrupted: bool = False
     input_failure: str | None = None
+    file_failures: list[str] = field(default_factory=list)  # of --metrics, --report, --trace
     notes: list[str] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)  # the engine's counters
 
     @property
     def exit_code(self) -> int:
-        """0: all have a result; 1: some have an error; 2: broken input; 130: stopped early."""
+        """0: all have a result; 1: some an error; 2: broken input, unwritten file; 130: stopped."""
         if self.input_failure is not None:
             return BROKEN
         if self.is_interrupted:
             return INTERRUPTED
+        if self.file_failures:
+            return BROKEN
         return SOME_FAILED if self.num_failed or self.num_failed_before else OK
 
     @property
@@ -82,7 +85,7 @@ class BatchSummary:
             for name in ("schedule", "launch", "wait", "update")
         )
         lines.append(f"{'time by phase':<{width}}  {phases}")
-        lines += self.notes
+        lines += self.notes + self.file_failures
         if self.is_interrupted:
             lines.append("Stopped early: the same command goes on from here.")
         if self.input_failure is not None:

@@ -13,9 +13,8 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from itertools import islice, repeat
+from itertools import repeat
 from multiprocessing.connection import Connection, wait
 from threading import Event
 from typing import Any
@@ -36,6 +35,7 @@ from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.metrics import Metrics, StepSample
 from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
+from nanovllm.read_ahead import AllAtOnce, ReadAhead
 from nanovllm.run_requests import error_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
@@ -138,7 +138,9 @@ class DataParallelLLM:
             raise ValueError(f"{reasons}\n{len(bad)} prompt(s) cannot run; nothing was started.")
         outputs: dict[int, RequestOutput] = {}
         with Progress(use_tqdm, len(items)) as progress:
-            for index, output in self._run(iter([built]), window=len(items) + 1, drain=None):
+            for index, output in self._run(
+                lambda _: AllAtOnce(built), window=len(items) + 1, drain=None
+            ):
                 outputs[index] = output
                 num_out = sum(len(answer.token_ids) for answer in output.outputs)
                 progress.show_finished(len(output.prompt_token_ids), num_out)
@@ -158,14 +160,12 @@ class DataParallelLLM:
         params_iter = repeat(params) if isinstance(params, SamplingParams) else iter(params)
         pairs = zip(prompts, params_iter, strict=False)
 
-        def chunks() -> Iterator[list[Request | BadPrompt]]:
-            while chunk := list(islice(pairs, _CHUNK)):
-                items, chunk_params = zip(*chunk, strict=True)
-                yield self._builder.build(list(items), list(chunk_params))
+        def start(on_ready: Callable[[], None]) -> ReadAhead:
+            return ReadAhead(self._builder, pairs, _CHUNK, on_ready=on_ready)
 
         num_alive = max(sum(engine.is_alive for engine in self._engines), 1)
         window = window or 4 * self._config.max_num_seqs * num_alive
-        return self._run(chunks(), window=window, drain=drain)
+        return self._run(start, window=window, drain=drain)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer. ValueError where it has none."""
@@ -216,36 +216,36 @@ class DataParallelLLM:
     # ---- the loop
 
     def _run(
-        self, chunks: Iterator[list[Request | BadPrompt]], *, window: int, drain: Event | None
+        self,
+        start: Callable[[Callable[[], None]], ReadAhead | AllAtOnce],
+        *,
+        window: int,
+        drain: Event | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         if self._is_running:
             raise RuntimeError("One generate at a time: finish or close the last generate_iter.")
         self._is_running = True
-        job, num_read, is_drained = _Job(), 0, False
+        job, num_read, is_drained, is_reading = _Job(), 0, False, True
+        error: BaseException | None = None
         woken, waker = multiprocessing.Pipe(duplex=False)
+        ahead = start(lambda: waker.send(None))
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenize") as pool:
-
-                def read_ahead() -> Future[list[Request | BadPrompt] | None]:
-                    future = pool.submit(next, chunks, None)
-                    future.add_done_callback(lambda _: waker.send(None))
-                    return future
-
-                ahead: Future[list[Request | BadPrompt] | None] | None = read_ahead()
-                while ahead is not None or job.open:
-                    if drain is not None and drain.is_set() and not is_drained:
-                        ahead, is_drained = None, True
-                        self._drop_waiting(job)
-                    while ahead is not None and ahead.done() and len(job.open) < window:
-                        built = ahead.result()
-                        ahead = None if built is None else read_ahead()
-                        yield from self._take_in(built or [], num_read, job)
-                        num_read += len(built or [])
-                    self._hand_out(job, is_complete=ahead is None)
-                    if ahead is not None or job.open:
-                        yield from self._receive(job, woken)
+            while is_reading or job.open:
+                if drain is not None and drain.is_set() and not is_drained:
+                    is_reading, is_drained = False, True
+                    self._drop_waiting(job)
+                while is_reading and len(job.open) < window and (chunk := ahead.take(0)):
+                    is_reading, error = not chunk.is_last, chunk.error
+                    yield from self._take_in(chunk.built, num_read, job)
+                    num_read += len(chunk.built)
+                self._hand_out(job, is_complete=not is_reading)
+                if is_reading or job.open:
+                    yield from self._receive(job, woken)
+            if error is not None:
+                raise error
         finally:
             self._is_running = False
+            ahead.close()
             for engine in self._alive():
                 engine.send(("abort", list(engine.open)))
                 engine.forget_all()

@@ -33,7 +33,13 @@ class KVCacheShape:
         """Unwritten memory: nothing reads a position that was not stored first."""
         dims = (self.block_size, self.num_kv_heads, self.head_dim)
         size = (2, self.num_layers, num_blocks, *dims)
-        return torch.empty(size, dtype=self.dtype, device=device)
+        try:
+            return torch.empty(size, dtype=self.dtype, device=device)
+        except (RuntimeError, TypeError, MemoryError) as error:  # none left, or beyond 64 bits
+            raise ValueError(
+                f"A KV cache of {num_blocks} blocks, {num_blocks * self.block_bytes / _GIB:.4g} "
+                "GiB, cannot be allocated. Lower num_kvcache_blocks, or leave it out."
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

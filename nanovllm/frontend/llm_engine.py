@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,13 @@ from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import SamplingFeature, SchedulerOutput
 from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
+from nanovllm.frontend.start_up import check_ranks, memory_errors_named
 from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.device import resolve_device
+from nanovllm.utils.exclusive import Exclusive
 from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ class _Launched:
 
 
 class LLMEngine:
-    """Owns the steps in flight and the parts that every step passes through, in one thread."""
+    """Owns the steps in flight and the parts that steps pass through, in one thread at a time."""
 
     def __init__(self, config: Config) -> None:
         self.metrics = Metrics()
@@ -53,17 +56,19 @@ class LLMEngine:
                 f"of {config.model}. Lower it."
             )
         device = resolve_device(config.device)
+        check_ranks(model_config, config.tensor_parallel_size, device)
         overlap = config.enable_overlap
         self._enable_overlap = device.type == "cuda" if overlap is None else overlap
         self.config = config
         self.model_config = model_config
         self.model_dir = directory
-        self._executor = make_executor(config, model_config, directory, max_model_len=max_len)
-        try:
-            num_blocks = self._executor.init_kv_cache()
-        except BaseException:
-            self._executor.close()
-            raise
+        with memory_errors_named(config):
+            self._executor = make_executor(config, model_config, directory, max_model_len=max_len)
+            try:
+                num_blocks = self._executor.init_kv_cache()
+            except BaseException:
+                self._executor.close()
+                raise
         num_cache_tokens = num_blocks * config.kvcache_block_size
         self.max_model_len = self._bounded_len(max_len, num_cache_tokens)
         limits = Limits(
@@ -89,6 +94,7 @@ class LLMEngine:
             tokenizer, limits, eos_ids, config.seed, is_taken=self._is_taken
         )
         self.processor = OutputProcessor(tokenizer)
+        self._exclusive = Exclusive()
         self._in_flight: deque[_Launched] = deque()
         self._unclaimed: list[RequestOutput] = []
         self.is_closed = False
@@ -120,13 +126,16 @@ class LLMEngine:
         """Queue checked requests."""
         self._check_open()
         self._check_awake()
-        for request in requests:
-            if request.request_id in self.processor.requests:
-                raise ValueError(f"request_id {request.request_id!r} is in use. Choose another.")
-        for request in requests:
-            self.processor.add(request)
-            self.scheduler.add(request.seqs)
-        self.metrics.num_requests += len(requests)
+        with self._exclusive.use():
+            for request in requests:
+                if request.request_id in self.processor.requests:
+                    raise ValueError(
+                        f"request_id {request.request_id!r} is in use. Choose another."
+                    )
+            for request in requests:
+                self.processor.add(request)
+                self.scheduler.add(request.seqs)
+            self.metrics.num_requests += len(requests)
 
     def _is_taken(self, request_id: str) -> bool:
         return request_id in self.processor.requests or any(
@@ -139,15 +148,21 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Launch the next step, bring one in, and return requests that finished (or streamed)."""
         self._check_open()
-        try:
-            self._step()
-        except BaseException:
-            self._recover()
-            raise
+        with self._exclusive.use(is_step=True):
+            try:
+                self._step()
+            except BaseException:
+                self._recover()
+                raise
         if self.on_step is not None:
             self.on_step(self.metrics, self.load())
         outputs, self._unclaimed = self._unclaimed, []
         return outputs
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Keep other threads out for as long as the `with` block lasts; refused if one is in."""
+        self._check_open()
+        return self._exclusive.use()
 
     def keep_for_later(self, outputs: list[RequestOutput]) -> None:
         """Hold outputs that nobody in this call asked for; the next `step` returns them."""
@@ -156,6 +171,14 @@ class LLMEngine:
     def abort(self, request_ids: list[str]) -> list[RequestOutput]:
         """End requests where they stand and free what they hold; unknown ids are ignored."""
         ids = set(request_ids)
+        if self.is_closed:
+            return self._abort(request_ids, ids)
+        if not any(map(self._is_taken, ids)):
+            return []  # nothing to end: no need to wait for who uses the engine
+        with self._exclusive.use(waits=True):
+            return self._abort(request_ids, ids)
+
+    def _abort(self, request_ids: list[str], ids: set[str]) -> list[RequestOutput]:
         outputs = [output for output in self._unclaimed if output.request_id in ids]
         self._unclaimed = [output for output in self._unclaimed if output.request_id not in ids]
         for request_id in request_ids:
@@ -171,15 +194,16 @@ class LLMEngine:
 
     def give_up_waiting(self, max_num_requests: int | None = None) -> list[str]:
         """Abort requests of which nothing has run yet, last come first; return their ids."""
-        untouched = [
-            request_id
-            for request_id, request in reversed(self.processor.requests.items())
-            if all(
-                seq.status is SequenceStatus.WAITING and seq.num_preemptions == 0
-                for seq in request.seqs
-            )
-        ][:max_num_requests]
-        self.abort(untouched)
+        with self._exclusive.use():
+            untouched = [
+                request_id
+                for request_id, request in reversed(self.processor.requests.items())
+                if all(
+                    seq.status is SequenceStatus.WAITING and seq.num_preemptions == 0
+                    for seq in request.seqs
+                )
+            ][:max_num_requests]
+            self.abort(untouched)
         return untouched
 
     def load(self) -> tuple[int, int, float]:

@@ -129,6 +129,7 @@ class OutputProcessor:
         params = request.params
         token_ids = seq.token_ids[seq.num_prompt_tokens :]
         reason, stop_reason = seq.finish_reason, seq.stop_reason
+        stop = stop or self._stop_in_rest(request, seq)
         if stop is not None:
             start, stop_reason = stop
             reason, text = "stop", request.texts[seq.sample_index].text_before(start)
@@ -148,6 +149,18 @@ class OutputProcessor:
             else None,
             logprobs=logprobs.positions if logprobs and params.logprobs is not None else None,
         )
+
+    def _stop_in_rest(self, request: Request, seq: Sequence) -> tuple[int, str] | None:
+        """A stop string in what was held back for the rest of a character, which never came."""
+        text, params = request.texts.get(seq.sample_index), request.params
+        is_ended = seq.finish_reason in ("length", "stop")
+        if text is None or not params.stop or not is_ended:
+            return None
+        searched = len(text.searchable)
+        text.finish()
+        if seq.num_output_tokens <= params.min_tokens:
+            return None
+        return find_stop(text.searchable, params.stop, searched)
 
     def _final_text(self, token_ids: list[int], seq: Sequence, params: SamplingParams) -> str:
         if self._tokenizer is None or not params.detokenize:

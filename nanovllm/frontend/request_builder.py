@@ -99,6 +99,10 @@ class RequestBuilder:
                 texts[place], token_lists[place] = _split_prompt(prompt)
             except (TypeError, ValueError) as error:
                 reasons[place] = str(error)
+            except (
+                Exception
+            ) as error:  # a mapping or an array is the user's, and raises what it likes
+                reasons[place] = f"cannot be read ({type(error).__name__}: {error})".rstrip(".")
         todo = [
             place
             for place, text in enumerate(texts)
@@ -147,13 +151,23 @@ class RequestBuilder:
             bad = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
             if bad:
                 return f"has {name} with id {bad[0]}; ids must be in [0, {vocab_size})"
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            return "asks for stop strings or bad words, but the model has no tokenizer"
+        if (allowed := params.allowed_token_ids) is not None:
+            barred = {run[0] for run in self._bad_word_ids(params) if len(run) == 1}
+            if params.min_tokens:
+                barred |= self._barred_until_min_len(params)
+            if barred.issuperset(allowed):
+                return (
+                    f"allows only tokens that are barred as well: allowed_token_ids={allowed[:8]} "
+                    "are all bad words, or end a text, which min_tokens forbids at first. "
+                    "Allow another token, or lower min_tokens"
+                )
         if params.logits_processors and not self.limits.allows_processors:
             return (
                 "has logits_processors, which run in one process only. "
                 "Leave them out or pass tensor_parallel_size=1"
             )
-        if self.tokenizer is None and (params.stop or params.bad_words):
-            return "asks for stop strings or bad words, but the model has no tokenizer"
         return None
 
     def _request(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
@@ -163,7 +177,7 @@ class RequestBuilder:
             seed = derived_seed(self._seed, number)
         request_id = str(number)
         limit = self._max_num_tokens(len(token_ids), params)
-        barred = set(params.stop_token_ids) | set(self._stop_token_ids)
+        barred = self._barred_until_min_len(params)
         seqs = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -188,6 +202,9 @@ class RequestBuilder:
             return limit
         return min(limit, num_prompt_tokens + params.max_tokens)
 
+    def _barred_until_min_len(self, params: SamplingParams) -> set[int]:
+        return {*params.stop_token_ids, *self._stop_token_ids}
+
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as encoded at the start of a text and, if that differs, inside one."""
         runs: dict[tuple[int, ...], None] = {}
@@ -210,7 +227,10 @@ def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(prompts, str | Mapping):
         return [prompts], True
     if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()  # NumPy and torch; what has one dimension is one prompt
+        try:
+            prompts = plain_list(prompts)  # what has one dimension is one prompt
+        except ValueError as error:
+            raise ValueError(f"prompts {error}.") from error
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise TypeError(
             f"prompts must be a string, a list of token ids, a dict with 'prompt' or "
@@ -253,13 +273,7 @@ def _split_prompt(prompt: Any) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("is empty: it has no token to continue from. Give it some text")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"cannot be encoded: character {error.start} is one half of a surrogate pair. "
-                "Decode its source with errors='replace'"
-            ) from error
+        check_text(prompt)
         return prompt, []
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
@@ -278,22 +292,49 @@ def _split_prompt(prompt: Any) -> tuple[str | None, list[int]]:
     return None, _token_list(prompt)
 
 
+def check_text(text: str) -> None:
+    """Raise a ValueError where the tokenizer could not read `text`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"cannot be encoded: character {error.start} is one half of a surrogate pair. "
+            "Decode its source with errors='replace'"
+        ) from error
+
+
+def plain_list(values: Any) -> Any:
+    """An array or a tensor as lists, anything else as it is. ValueError: it has no numbers."""
+    if not hasattr(values, "tolist"):
+        return values
+    try:
+        return values.tolist()  # NumPy and torch
+    except Exception as error:  # sparse, on the meta device, of a library's own making
+        raise ValueError(
+            f"cannot be read as a list of numbers: its tolist() raised {type(error).__name__}. "
+            "Pass a dense array with data, or a list of ints"
+        ) from error
+
+
 def _token_list(ids: Any) -> list[int]:
-    if hasattr(ids, "tolist"):
-        ids = ids.tolist()  # NumPy and torch
+    ids = plain_list(ids)
     if not isinstance(ids, list | tuple):
         raise TypeError(
             f"must be a string, token ids or a dict with one of them, got {type(ids).__name__}"
         )
-    try:
-        kinds = set(map(type, ids))
-        if bool in kinds:
-            raise TypeError
-        # Prompts may be millions of plain ints: those are not looked at one by one.
-        token_ids = list(ids) if kinds == {int} else [operator.index(i) for i in ids]
-    except TypeError:
-        bad = next(i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__"))
-        raise TypeError(f"has {bad!r} among its token ids, which must be integers") from None
+    # Prompts may be millions of plain ints: those are not looked at one by one.
+    token_ids = list(ids) if set(map(type, ids)) == {int} else [_token_id(i) for i in ids]
     if not token_ids:
         raise ValueError("is empty: it has no token to continue from. Give it at least one id")
     return token_ids
+
+
+def _token_id(value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except Exception:  # no __index__, or a tensor's, which raises in several ways
+        pass
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    raise TypeError(f"has {shown} among its token ids, which must be integers")

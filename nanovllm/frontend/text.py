@@ -57,6 +57,14 @@ class IncrementalText:
             self._whole.push(token_id)
             self._joints.append((len(self._whole.text), len(self._shown.text)))
 
+    def finish(self) -> None:
+        """Hold nothing back any more: no token comes that would complete a character."""
+        for window in (self._shown, self._whole):
+            if window is not None:
+                window.finish()
+        if self._whole is not None:
+            self._joints.append((len(self._whole.text), len(self._shown.text)))
+
     def text_before(self, place: int) -> str:
         """The part of `text` that stands before a place in `searchable`."""
         if self._whole is None:
@@ -86,6 +94,11 @@ class _Window:
         if len(new) > len(old) and not new.endswith(_REPLACEMENT):
             self.text += new[len(old) :]
             self._start, self._end = self._end, len(self._ids)
+
+    def finish(self) -> None:
+        old = self._decode(self._start, self._end)
+        self.text += self._decode(self._start, len(self._ids))[len(old) :]
+        self._start = self._end = len(self._ids)
 
     def _decode(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], **self._options))

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from nanovllm.layers.rotary_embedding import RopeScaling
+from nanovllm.models.config_defaults import with_defaults
 from nanovllm.models.registry import supported_architectures
 from nanovllm.models.rope_config import read_rope
+from nanovllm.models.window_config import read_sliding_window
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
 
 _DTYPES = {
@@ -38,6 +40,7 @@ class ModelConfig:
     hidden_act: str
     tie_word_embeddings: bool
     max_position_embeddings: int
+    sliding_window: int | None  # of every layer; tokens see this many positions, None: all
     rope_theta: float
     rope_scaling: RopeScaling | None
     dtype: torch.dtype | None  # of the checkpoint; None when it does not say
@@ -45,13 +48,16 @@ class ModelConfig:
 
     @property
     def max_context_len(self) -> int:
-        """Positions the checkpoint is made for; YaRN goes beyond `max_position_embeddings`."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.rope_type != "yarn":
-            return self.max_position_embeddings
-        assert scaling.original_max_position_embeddings is not None, "read_rope fills it in"
-        extended = int(scaling.original_max_position_embeddings * scaling.factor)
-        return max(self.max_position_embeddings, extended)
+        """Positions that can be used: YaRN goes beyond `max_position_embeddings`.
+
+        A sliding window ends them, as up to its size it hides nothing and attention is the same.
+        """
+        length, scaling = self.max_position_embeddings, self.rope_scaling
+        if scaling is not None and scaling.rope_type == "yarn":
+            assert scaling.original_max_position_embeddings is not None, "read_rope fills it in"
+            extended = int(scaling.original_max_position_embeddings * scaling.factor)
+            length = max(length, extended)
+        return length if self.sliding_window is None else min(length, self.sliding_window)
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], source: str) -> "ModelConfig":
@@ -81,7 +87,9 @@ def load_model_config(model_dir: str | Path) -> ModelConfig:
 
 def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
     architecture = _read_architecture(d)
+    d = with_defaults(architecture, d)
     _refuse_quantization(d)
+    _refuse_llama_variants(d)
     num_heads = _size(d, "num_attention_heads")
     num_kv_heads = _size(d, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -92,7 +100,7 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
     hidden_size = _size(d, "hidden_size")
     head_dim = _read_head_dim(d, hidden_size, num_heads)
     max_position_embeddings = _size(d, "max_position_embeddings", maximum=2**31 - 1)
-    _refuse_sliding_window(d, max_position_embeddings)
+    sliding_window = read_sliding_window(d, architecture, max_position_embeddings)
     rope_theta, rope_scaling = read_rope(d, max_position_embeddings)
     return cls(
         architecture=architecture,
@@ -109,6 +117,7 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
         hidden_act=check_choice("hidden_act", d.get("hidden_act", "silu"), ["silu"]),
         tie_word_embeddings=_bool(d, "tie_word_embeddings"),
         max_position_embeddings=max_position_embeddings,
+        sliding_window=sliding_window,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         dtype=_read_dtype(d),
@@ -181,25 +190,14 @@ def _refuse_quantization(d: dict[str, Any]) -> None:
             )
 
 
-def _refuse_sliding_window(d: dict[str, Any], max_position_embeddings: int) -> None:
-    layer_types = d.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list):
-            raise TypeError(f"layer_types must be a list, got {layer_types!r}.")
-        for kind in layer_types:
-            if kind != "full_attention":
-                raise ValueError(
-                    f"layer_types has {kind!r}; only 'full_attention' is supported, "
-                    "no sliding window or other kind of layer."
-                )
-    if d.get("sliding_window") is None or not _bool(d, "use_sliding_window"):
-        # Without use_sliding_window true no model we support slides, whatever sliding_window says.
-        return
-    window = check_int("sliding_window", d["sliding_window"], minimum=1)
-    if window < max_position_embeddings:
+def _refuse_llama_variants(d: dict[str, Any]) -> None:
+    if _bool(d, "mlp_bias"):
+        raise ValueError("mlp_bias = true is not supported; feed-forward layers have no bias here.")
+    pretraining_tp = _size(d, "pretraining_tp", default=1)
+    if pretraining_tp > 1:
         raise ValueError(
-            f"use_sliding_window is true with sliding_window = {window}, which is below "
-            f"max_position_embeddings = {max_position_embeddings}: not supported."
+            f"pretraining_tp = {pretraining_tp} is not supported. Set it to 1: the weights are the "
+            "same, only float rounding differs."
         )
 
 

@@ -7,6 +7,9 @@ if TYPE_CHECKING:
     from nanovllm.models.decoder import DecoderForCausalLM
 
 _MODELS: dict[str, "tuple[str, str] | type[DecoderForCausalLM]"] = {
+    "LlamaForCausalLM": ("nanovllm.models.llama", "LlamaForCausalLM"),
+    "MistralForCausalLM": ("nanovllm.models.mistral", "MistralForCausalLM"),
+    "Qwen2ForCausalLM": ("nanovllm.models.qwen2", "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM": ("nanovllm.models.qwen3", "Qwen3ForCausalLM"),
 }
 
@@ -32,5 +35,9 @@ def get_model_class(architecture: str) -> "type[DecoderForCausalLM]":
 
 
 def register_model(architecture: str, model_class: "type[DecoderForCausalLM]") -> None:
-    """Add a model class, or replace a built-in one, in this process."""
+    """Add a model class, or replace a built-in one, in this process.
+
+    Ranks and data-parallel engines are processes that import the main script anew: call it at the
+    script's top level, outside `if __name__ == "__main__"`, so that they know the class too.
+    """
     _MODELS[architecture] = model_class

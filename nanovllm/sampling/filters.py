@@ -94,6 +94,12 @@ def run_processors(
                 f"{tuple(row.shape)}, got {got}."
             )
         row.copy_(result)
+        if not bool((row > _BARRED).any()):  # NaN is not larger either
+            raise ValueError(
+                f"The logits processor {processor!r} left no token to draw: all its logits are "
+                f"-inf or NaN after {len(output_token_ids)} token(s). Leave one finite, or abort "
+                "the request."
+            )
 
 
 def _num_parameters(processor: Callable[..., Any]) -> int:

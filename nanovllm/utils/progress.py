@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
 
@@ -14,16 +17,28 @@ _REFRESH_S = 0.5
 class Progress:
     """Owns one bar over `total` prompts; shows nothing where `use_tqdm` is False.
 
-    A callable in tqdm's place is called as `use_tqdm(total=..., desc=..., ...)`.
+    A callable in tqdm's place is called as `use_tqdm(total=..., desc=..., ...)`. What it makes
+    needs `update`; `set_postfix` and `close` are used where there are any. What the bar
+    raises once all prompts are done is logged only: the results are not lost.
     """
 
     def __init__(self, use_tqdm: bool | Callable[..., Any], total: int) -> None:
         make = tqdm if use_tqdm is True else use_tqdm
         self._bar: Any = None
+        if make and not callable(make):
+            raise TypeError(
+                f"use_tqdm must be True, False or a callable in tqdm's place, got {make!r}."
+            )
         if make:
             self._bar = make(
                 total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True
             )
+            if not callable(getattr(self._bar, "update", None)):
+                raise TypeError(
+                    f"use_tqdm gave a {type(self._bar).__name__}, which has no method 'update'. "
+                    "Give it update(n), which is called once for each prompt done."
+                )
+        self._num_left = total
         self._started = time.perf_counter()
         self._num_tokenized = self._num_tokens_in = self._num_tokens_out = 0
         self._next_refresh = 0.0
@@ -32,9 +47,20 @@ class Progress:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
+        try:
             self._show_rates()
-            self._bar.close()
+        except Exception:
+            logger.warning("The progress bar failed at its end", exc_info=True)
+        finally:
+            close = getattr(self._bar, "close", None)
+            if callable(close):
+                self._close(close)
+
+    def _close(self, close: Callable[[], Any]) -> None:
+        try:
+            close()
+        except Exception:
+            logger.warning("The progress bar failed at its end", exc_info=True)
 
     def show_tokenized(self, num_prompts: int) -> None:
         """Say that so many more prompts were tokenised, before any is finished."""
@@ -45,13 +71,20 @@ class Progress:
         """Count one prompt as done."""
         self._num_tokens_in += num_tokens_in
         self._num_tokens_out += num_tokens_out
-        if self._bar is not None:
+        self._num_left -= 1
+        if self._bar is None:
+            return
+        try:
             self._bar.update(1)
+        except Exception:
+            if self._num_left > 0:
+                raise
+            logger.warning("The progress bar failed at its end", exc_info=True)
 
     def show_state(self, num_running: int, num_waiting: int, kv_use: float) -> None:
         """Refresh the figures beside the bar, twice a second at most."""
         now = time.perf_counter()
-        if self._bar is None or now < self._next_refresh:
+        if self._bar is None or now < self._next_refresh or not self._num_left:
             return
         self._next_refresh = now + _REFRESH_S
         self._show_rates(run=num_running, wait=num_waiting, kv=f"{kv_use:.0%}")

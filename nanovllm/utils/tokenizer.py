@@ -23,13 +23,18 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 def find_model(model: str) -> Path:
     """The local directory of `model`: itself, or what the hub (or its cache) has under that id."""
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
     advice = (
         "Pass the directory of a downloaded model: config.json, *.safetensors, tokenizer files."
     )
-    if directory.exists():
+    try:
+        directory = Path(model).expanduser()
+        is_directory, exists = directory.is_dir(), directory.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, not readable
+        shown = model if len(model) <= 200 else f"{model[:200]}..."
+        raise ValueError(f"model {shown!r} is no directory ({error!s:.200}). {advice}") from error
+    if is_directory:
+        return directory
+    if exists:
         raise ValueError(f"model {model!r} is a file. {advice}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(

@@ -35,7 +35,7 @@ def test_what_was_appended_is_there_at_once_and_known_next_time(tmp_path):
     again.close()
 
 
-@pytest.mark.parametrize("torn", [b'{"custom_id": "b', b"{}", b"\0\0\0\n", b"\n\0", b'{"a": 1}\n'])
+@pytest.mark.parametrize("torn", [b'{"custom_id": "b', b"{}", b"\0\0\0"])
 def test_a_torn_last_line_is_cut(tmp_path, torn):
     path = tmp_path / "out.jsonl"
     write(path, ok("a"))
@@ -58,14 +58,27 @@ def test_a_file_torn_at_any_byte_can_be_gone_on_with(tmp_path):
         assert path.stat().st_size == max((end for end in ends if end <= size), default=0), size
 
 
-def test_damage_before_good_lines_is_refused_and_nothing_is_cut(tmp_path):
+WHOLE_BAD_LINES = [
+    b"\0\0\0\n",
+    b"\n\0",
+    b'{"a": 1}\n',
+    b'{"custom_id": "b"}\n',
+    b"[]\n",
+    b"note\n{",
+]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("bad", WHOLE_BAD_LINES)
+def test_a_whole_bad_line_anywhere_is_refused_and_nothing_is_cut(tmp_path, bad, force):
     path = tmp_path / "out.jsonl"
     write(path, ok("a"))
-    damaged = b"garbage\n" + path.read_bytes()
-    path.write_bytes(damaged)
-    with pytest.raises(RefusedOutput, match="line 1 is damaged, and good lines follow"):
-        Journal(path, JOB)
-    assert path.read_bytes() == damaged
+    whole = path.read_bytes()
+    for damaged, number in ((b"x\n" + whole, 1), (whole + bad, 2)):
+        path.write_bytes(damaged)
+        with pytest.raises(RefusedOutput, match=f"line {number} is damaged, or no result"):
+            Journal(path, JOB, force=force)
+        assert path.read_bytes() == damaged
 
 
 def test_another_jobs_file_is_refused_unless_told(tmp_path):
@@ -80,12 +93,14 @@ def test_another_jobs_file_is_refused_unless_told(tmp_path):
         assert journal.num_finished == 0 and path.stat().st_size == 0
 
 
-def test_a_file_that_we_did_not_make_is_refused(tmp_path):
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("text", ["precious\n", "precious", '{"custom_id": "a", "error": null}'])
+def test_a_file_that_we_did_not_make_is_refused_though_forced(tmp_path, text, force):
     path = tmp_path / "notes.txt"
-    path.write_text("precious\n")
+    path.write_text(text)
     with pytest.raises(RefusedOutput, match="no notes.txt.job.json says that run-batch made it"):
-        Journal(path, JOB)
-    assert path.read_text() == "precious\n"
+        Journal(path, JOB, force=force)
+    assert path.read_text() == text and [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_two_jobs_cannot_write_one_file(tmp_path):

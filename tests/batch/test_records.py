@@ -206,6 +206,7 @@ def test_a_plain_result_copies_the_line():
         "finish_reason": "stop",
         "usage": USAGE,
         "input_line": 7,
+        "input_digest": job.digest,
     }
     assert record_key(record) == 7
     assert "größe".encode() in dump_line(record), "non-ASCII is written as it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -252,6 +253,32 @@ def test_an_unfinished_character_at_the_end_is_what_decode_gives(tokenizer):
     outputs, _ = feed(processor, request.seqs[0], token_ids[-1], finish="length")
     assert outputs[0].outputs[0].text == tokenizer.decode(token_ids)
     assert outputs[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, False), (0, True), (99, False)])
+def test_a_stop_string_beside_an_unfinished_character_at_the_end(tokenizer, min_tokens, kept):
+    """One token, as a vocabulary may have, of a letter and the first byte of a character."""
+
+    class Halves:
+        added_tokens_decoder = MappingProxyType({})
+
+        def decode(self, ids, **options):
+            return "".join({1: "one", 2: "Xy\ufffd"}[i] for i in ids)
+
+    processor = OutputProcessor(Halves())
+    params = SamplingParams(
+        stop="X", min_tokens=min_tokens, max_tokens=100, include_stop_str_in_output=kept
+    )
+    request = make_request(None, params)
+    processor.add(request)
+    feed(processor, request.seqs[0], 1)
+    outputs, _ = feed(processor, request.seqs[0], 2, finish="length")
+    done = outputs[0].outputs[0]
+    if min_tokens:
+        assert (done.text, done.finish_reason) == ("oneXy\ufffd", "length")
+    else:
+        assert (done.text, done.finish_reason) == ("oneX" if kept else "one", "stop")
+        assert done.stop_reason == "X"
 
 
 def test_the_last_token_of_an_end_by_length_stays_in_the_text(tokenizer):

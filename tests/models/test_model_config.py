@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 
 from nanovllm.layers.rotary_embedding import RopeScaling
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -63,6 +64,7 @@ def test_fields_are_read():
         hidden_act="silu",
         tie_word_embeddings=True,
         max_position_embeddings=512,
+        sliding_window=None,
         rope_theta=10000.0,
         rope_scaling=None,
         dtype=torch.bfloat16,
@@ -168,6 +170,67 @@ def test_yarn_extends_the_context():
     assert parse(rope_scaling=LLAMA3).max_context_len == 512
 
 
+def parse_other(architecture, *without, **changes):
+    return parse("architectures", *without, **({"architectures": [architecture]} | changes))
+
+
+def test_mistrals_window_bounds_the_context_and_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        config = parse_other("MistralForCausalLM", sliding_window=128)
+    assert config.max_context_len == 128
+    assert "sliding_window = 128 bounds the context" in caplog.text
+
+
+@pytest.mark.parametrize("window", [None, 512, 4096])
+def test_a_window_as_long_as_the_context_changes_nothing(caplog, window):
+    assert parse_other("MistralForCausalLM", sliding_window=window).max_context_len == 512
+    assert not caplog.records
+
+
+def test_a_window_bounds_what_yarn_extends():
+    changes = {"sliding_window": 600, "rope_scaling": YARN | {"factor": 8.0}}
+    assert parse_other("MistralForCausalLM", **changes).max_context_len == 600
+    assert parse(use_sliding_window=True, **changes).max_context_len == 600
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "LlamaForCausalLM"])
+def test_a_window_counts_only_where_its_switch_is_on(architecture):
+    off = parse_other(architecture, use_sliding_window=False, sliding_window=128)
+    assert off == parse_other(architecture)
+    with pytest.raises(ValueError, match="use_sliding_window is true with sliding_window = 128"):
+        parse_other(architecture, use_sliding_window=True, sliding_window=128, max_window_layers=1)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+)
+def test_absent_keys_mean_what_they_mean_in_transformers(architecture):
+    ours = parse_other(
+        architecture,
+        *("head_dim", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
+        *("tie_word_embeddings", "num_key_value_heads"),
+        num_attention_heads=32,
+        hidden_size=4096,
+    )
+    theirs = getattr(transformers, architecture).config_class()
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == 128
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None else (eos,))
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_a_stated_theta_beats_the_default_wherever_it_stands(place):
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    assert parse_other("LlamaForCausalLM", "rope_theta", **{place: rope}).rope_theta == 5e5
+
+
 def test_unused_rope_keys_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         parse(rope_scaling={"type": "linear", "factor": 2, "beta_fast": 3})
@@ -218,6 +281,10 @@ def test_unused_rope_keys_are_warned_of(caplog):
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window = 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
         ({"layer_types": "full_attention"}, "layer_types must be a list"),
+        ({"mlp_bias": True}, "mlp_bias = true is not supported"),
+        ({"mlp_bias": 1}, "mlp_bias"),
+        ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
+        ({"pretraining_tp": "2"}, "pretraining_tp"),
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"rope_theta": "1e6"}, "rope_theta"),
         ({"rope_theta": -1}, "rope_theta"),
@@ -259,8 +326,9 @@ def test_wrong_field_is_refused_by_name(changes, message):
     "changes",
     [
         {"use_sliding_window": False, "sliding_window": 128},
-        {"use_sliding_window": True, "sliding_window": 512},
+        {"sliding_window": 128, "max_window_layers": 1},
         {"use_sliding_window": True, "sliding_window": None},
+        {"mlp_bias": False, "pretraining_tp": 1},
         {"layer_types": ["full_attention", "full_attention"]},
         {"partial_rotary_factor": 1.0},
         {"quantization_config": None},

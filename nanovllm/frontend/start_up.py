@@ -1,0 +1,54 @@
+"""What is checked before an engine starts, and what its memory errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.models.model_config import ModelConfig
+
+
+def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
+    """Raise a ValueError with both numbers where `tp_size` ranks cannot share the model."""
+    sizes = {
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "intermediate_size": model.intermediate_size,
+    }
+    for name, size in sizes.items():
+        # Fewer KV heads than ranks are copied, each to as many ranks.
+        larger, smaller = (
+            (max(size, tp_size), min(size, tp_size))
+            if name == "num_key_value_heads"
+            else (size, tp_size)
+        )
+        if larger % smaller:
+            raise ValueError(
+                f"{name} = {size} cannot be split over tensor_parallel_size = {tp_size}; "
+                "choose a size that divides it."
+            )
+    if device.type == "cuda" and tp_size > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size = {tp_size} needs as many GPUs, and torch sees "
+            f"{torch.cuda.device_count()}. Lower it, or show more with CUDA_VISIBLE_DEVICES."
+        )
+
+
+@contextmanager
+def memory_errors_named(config: Config) -> Iterator[None]:
+    """Turn what an allocator raises into a MemoryError that names the options to lower."""
+    try:
+        yield
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        words = str(error).lower()
+        is_memory = isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError)
+        if not is_memory and "can't allocate" not in words and "overflow" not in words:
+            raise
+        raise MemoryError(
+            f"There is not enough memory to start with max_num_seqs={config.max_num_seqs} and "
+            f"max_num_batched_tokens={config.max_num_batched_tokens}. Lower them, or "
+            f"max_model_len ({type(error).__name__}: {words.splitlines()[0] if words else ''})."
+        ) from error

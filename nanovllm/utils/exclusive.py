@@ -1,0 +1,44 @@
+"""One thread at a time, and nothing inside a step: who comes second is told so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Exclusive:
+    """Owns the lock of one engine. Refuses rather than waits, so that a mistake is seen."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder = ""  # name of the thread, for the message
+        self._in_step = False
+
+    @contextmanager
+    def use(self, *, is_step: bool = False, waits: bool = False) -> Iterator[None]:
+        """Hold the engine; RuntimeError where another thread or a step of this one does.
+
+        waits: for another thread's use to end, as what cleans up must; never inside a step
+        """
+        if not self._lock.acquire(blocking=waits):
+            raise RuntimeError(
+                f"The engine is in use by thread {self._holder!r}: thread "
+                f"{threading.current_thread().name!r} may not use it at the same time. Build one "
+                "LLM for each thread, or take a lock of your own around all its calls. An iterable "
+                "given to generate_iter is read in a thread."
+            )
+        try:
+            if self._in_step:
+                raise RuntimeError(
+                    "The engine is in the middle of a step, from which it was called again, as by "
+                    "a logits processor. Use another LLM there, or call it between steps."
+                )
+            self._holder = threading.current_thread().name
+            self._in_step = is_step
+            try:
+                yield
+            finally:
+                self._in_step = False
+        finally:
+            self._lock.release()
