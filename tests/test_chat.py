@@ -58,7 +58,7 @@ def llm(tiny_model):
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
         {"chat_template": "{% for m in messages %}{{ m.content }}|{% endfor %}"},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(options),
 )
 def test_the_prompt_is_what_the_template_makes(llm, options):
     expected_options = {"add_generation_prompt": True, **options}

@@ -154,6 +154,15 @@ def test_an_upload_takes_strided_and_read_only_arrays():
     assert column.tolist() == [1, 5, 9] and row.tolist() == [0, 1, 2]
 
 
+def test_uploaded_arrays_start_on_16_byte_borders():
+    """Triton compiled a kernel anew for each mix of aligned and odd pointers: a second each."""
+    arrays = [np.arange(size, dtype=np.int32) for size in (3, 0, 5, 4, 1)]
+    tensors = Uploader(torch.device("cpu")).upload(arrays)
+    base = tensors[0].data_ptr()
+    assert all((tensor.data_ptr() - base) % 16 == 0 for tensor in tensors)
+    assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
+
+
 @pytest.mark.parametrize("num_arrays", [0, 1])
 def test_an_upload_of_nothing_is_fine(num_arrays):
     arrays = [np.zeros(0, dtype=np.int32)] * num_arrays
