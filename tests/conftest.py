@@ -23,7 +23,7 @@ import pytest
 from oracle import Oracle
 from tiny_models import write_tiny_qwen3
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 
 DEMO_MODEL = Path(__file__).parent / "tiny-qwen3"
 
@@ -78,3 +78,22 @@ def tiny_llm(make_llm: Callable[..., LLM], tiny_model: Path) -> Callable[..., LL
 @pytest.fixture(scope="session")
 def tiny_oracle(tiny_model: Path) -> Oracle:
     return Oracle(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    """One small engine for the tests of a file; see `nothing_is_left_behind`."""
+    with LLM(tiny_model, device="cpu", dtype="float32", num_kvcache_blocks=128) as engine:
+        yield engine
+
+
+@pytest.fixture
+def nothing_is_left_behind(llm: LLM) -> Iterator[None]:
+    """After the test the engine is idle, holds no block, and still answers."""
+    yield
+    assert llm.is_finished()
+    scheduler = llm._engine.scheduler
+    assert scheduler.num_running == 0 and scheduler.blocks.num_free_blocks == 128
+    scheduler.check_invariants()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert llm.generate([[5, 6]], params, use_tqdm=False)[0].finished

@@ -7,25 +7,10 @@ import logging
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_model):
-    with LLM(tiny_model, device="cpu", dtype="float32", num_kvcache_blocks=128) as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind(llm):
-    yield
-    assert llm.is_finished()
-    scheduler = llm._engine.scheduler
-    assert scheduler.num_running == 0 and scheduler.blocks.num_free_blocks == 128
-    scheduler.check_invariants()
-    assert llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].finished
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 
 def spelled(llm, text: str, **fields) -> SamplingParams:
