@@ -18,6 +18,7 @@ from nanovllm.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+NOTHING_STARTED = "Nothing was started. return_errors=True runs the others."
 _DEFAULT_MAX_TOKENS = 64
 _MAX_LISTED_ERRORS = 20
 
@@ -42,7 +43,7 @@ def run_batch(
         requests = (
             [item for item in built if isinstance(item, Request)]
             if return_errors
-            else checked(built, advice="Nothing was started. return_errors=True runs the others.")
+            else checked(built, advice=NOTHING_STARTED)
         )
         done = run_requests(engine, requests, progress)
     _warn_if_cut(done.values(), params)

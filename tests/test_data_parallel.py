@@ -56,6 +56,15 @@ def test_a_bad_prompt_starts_nothing_or_is_an_error_of_its_own(two_engines):
     assert good["text"] == "46" and "is empty" in bad.error
 
 
+def test_parameters_are_paired_as_in_one_engine(two_engines):
+    """An empty list meant the default, and prompts beyond the parameters were dropped."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with pytest.raises(ValueError, match="0 entries for 1 prompts"):
+        two_engines.generate(["1+1="], [], use_tqdm=False)
+    with pytest.raises(ValueError, match="sampling_params"):
+        list(two_engines.generate_iter(["1+1=", "2+2="], [params]))
+
+
 def test_an_endless_input_is_read_a_window_ahead(two_engines):
     num_read = 0
 

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from itertools import repeat
 from multiprocessing.connection import Connection, wait
 from threading import Event
 from typing import Any
@@ -32,11 +31,12 @@ from nanovllm.frontend.request_builder import (
     prompt_list,
 )
 from nanovllm.generation_defaults import default_sampling_params
+from nanovllm.lazy import paired
 from nanovllm.metrics import Metrics, StepSample
 from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import AllAtOnce, ReadAhead
-from nanovllm.run_requests import error_output
+from nanovllm.run_requests import NOTHING_STARTED, checked, error_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.progress import Progress
@@ -130,12 +130,10 @@ class DataParallelLLM:
     ) -> list[RequestOutput]:
         """As `LLM.generate`: the same outputs in the same order, from all engines."""
         items, _ = prompt_list(prompts)
-        params = params_list(sampling_params or self.get_default_sampling_params(), len(items))
+        params = params_list(self._params_or_default(sampling_params), len(items))
         built = self._builder.build(items, params)
-        bad = [item for item in built if isinstance(item, BadPrompt)]
-        if bad and not return_errors:
-            reasons = "\n".join(f"prompt {item.index} {item.reason}." for item in bad[:20])
-            raise ValueError(f"{reasons}\n{len(bad)} prompt(s) cannot run; nothing was started.")
+        if not return_errors:
+            checked(built, advice=NOTHING_STARTED)
         outputs: dict[int, RequestOutput] = {}
         with Progress(use_tqdm, len(items)) as progress:
             for index, output in self._run(
@@ -156,9 +154,7 @@ class DataParallelLLM:
         drain: Event | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """As `LLM.generate_iter`; `window` counts the requests of all engines."""
-        params = sampling_params or self.get_default_sampling_params()
-        params_iter = repeat(params) if isinstance(params, SamplingParams) else iter(params)
-        pairs = zip(prompts, params_iter, strict=False)
+        pairs = paired(prompts, self._params_or_default(sampling_params))
 
         def start(on_ready: Callable[[], None]) -> ReadAhead:
             return ReadAhead(self._builder, pairs, _CHUNK, on_ready=on_ready)
@@ -176,6 +172,9 @@ class DataParallelLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config asks for."""
         return default_sampling_params(self._model_dir)
+
+    def _params_or_default(self, sampling_params: Any) -> Any:
+        return self.get_default_sampling_params() if sampling_params is None else sampling_params
 
     def observe_steps(self, sink: Callable[[StepSample], None] | None) -> None:
         """Call `sink` with what each step of each engine did, a moment later; None: no more."""

@@ -15,7 +15,6 @@ from nanovllm.frontend.output_processor import Request
 from nanovllm.kernels.noise import make_key
 from nanovllm.sampling_params import SamplingParams
 
-Prompt = str | list[int] | Mapping[str, Any]
 _TOKENIZE_BATCH = 512
 
 

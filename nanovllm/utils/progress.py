@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from tqdm import tqdm
@@ -47,20 +48,14 @@ class Progress:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        close = getattr(self._bar, "close", None)
         try:
-            self._show_rates()
-        except Exception:
-            logger.warning("The progress bar failed at its end", exc_info=True)
+            with _only_logged():
+                self._show_rates()
         finally:
-            close = getattr(self._bar, "close", None)
             if callable(close):
-                self._close(close)
-
-    def _close(self, close: Callable[[], Any]) -> None:
-        try:
-            close()
-        except Exception:
-            logger.warning("The progress bar failed at its end", exc_info=True)
+                with _only_logged():
+                    close()
 
     def show_tokenized(self, num_prompts: int) -> None:
         """Say that so many more prompts were tokenised, before any is finished."""
@@ -74,12 +69,8 @@ class Progress:
         self._num_left -= 1
         if self._bar is None:
             return
-        try:
+        with nullcontext() if self._num_left > 0 else _only_logged():
             self._bar.update(1)
-        except Exception:
-            if self._num_left > 0:
-                raise
-            logger.warning("The progress bar failed at its end", exc_info=True)
 
     def show_state(self, num_running: int, num_waiting: int, kv_use: float) -> None:
         """Refresh the figures beside the bar, twice a second at most."""
@@ -100,3 +91,12 @@ class Progress:
     def _postfix(self, **figures: Any) -> None:
         if self._bar is not None and hasattr(self._bar, "set_postfix"):
             self._bar.set_postfix(figures)
+
+
+@contextmanager
+def _only_logged() -> Iterator[None]:
+    """Let no fault of a bar, which may be anybody's, cost results that are there already."""
+    try:
+        yield
+    except Exception:
+        logger.warning("The progress bar failed at its end", exc_info=True)
