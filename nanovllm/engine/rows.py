@@ -142,9 +142,6 @@ class RowTable:
         assert not self._num_holes
         return list(self._rows)  # type: ignore[arg-type]  # no holes: no None
 
-    def max_len(self) -> int:
-        return int(self._len[: len(self._rows)].max(initial=0))
-
     def num_computed_tokens(self, seq: Sequence) -> int:
         """Tokens whose KV is computed by steps launched so far."""
         has_drawn = self._has_drawn[seq.row]

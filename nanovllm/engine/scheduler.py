@@ -117,16 +117,14 @@ class Scheduler:
             sampled = [chunk.seq for chunk in chunks if chunk.end == len(chunk.seq.token_ids)]
             prefill, num_decode_rows = pack(chunks), 0
             spans = prompt_spans(chunks)
-            max_seq_len = max(chunk.end for chunk in chunks)
         elif self.rows.num_seqs:
             sampled = self.rows.packed_seqs()
             prefill, num_decode_rows = None, len(sampled)
             spans = []
-            max_seq_len = self.rows.max_len()
         else:
             return None
         self._num_steps += 1
-        return self._launch(sampled, prefill, num_decode_rows, max_seq_len, changes, spans)
+        return self._launch(sampled, prefill, num_decode_rows, changes, spans)
 
     def update(self, output: SchedulerOutput, step_output: StepOutput) -> SequenceUpdates:
         """Bring in the tokens that the oldest step in flight drew; end sequences that are done."""
@@ -303,7 +301,6 @@ class Scheduler:
         sampled: list[Sequence],
         prefill: PrefillWork | None,
         num_decode_rows: int,
-        max_seq_len: int,
         changes: tuple[np.ndarray, np.ndarray, np.ndarray],
         prompt_spans: list[PromptSpan],
     ) -> SchedulerOutput:
@@ -314,7 +311,7 @@ class Scheduler:
         self._in_flight.append(
             _StepInFlight(self._num_steps, sampled, needs_look, ignores_eos, prompt_spans)
         )
-        head = (self._num_steps, num_decode_rows, features, max_seq_len, max_logprobs)
+        head = (self._num_steps, num_decode_rows, features, max_logprobs)
         calls = processor_calls(sampled) if features & SamplingFeature.PYTHON_PROCESSORS else ()
         return SchedulerOutput(*head, *changes, prefill, calls)
 

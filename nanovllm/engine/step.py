@@ -100,7 +100,6 @@ class SchedulerOutput:
     step_id: int
     num_decode_rows: int  # rows [0, n) decode one token each; 0 in a prefill step
     features: int  # SamplingFeature bits of the sampled rows
-    max_seq_len: int  # longest sequence of the step, for eager attention
     max_logprobs: int  # largest k asked for by a sampled row; -1: none, ALL_LOGPROBS: all
     moves: np.ndarray  # [num_moves, 2] int32, (from, to) rows, disjoint; packs the holes
     cells: np.ndarray  # [num_cells, 2] int32, (row * width + column, value)
@@ -119,9 +118,9 @@ class SchedulerOutput:
         arrays = [self.moves, self.cells, self.rules]
         if self.prefill is not None:
             arrays += [getattr(self.prefill, field.name) for field in fields(PrefillWork)]
-        header = (self.step_id, self.num_decode_rows, self.features, self.max_seq_len)
+        header = (self.step_id, self.num_decode_rows, self.features, self.max_logprobs)
         lengths = [array.size for array in arrays]
-        parts = [struct.pack("<qiiiii", *header, self.max_logprobs, len(arrays))]
+        parts = [struct.pack("<qiiii", *header, len(arrays))]
         parts.append(struct.pack(f"<{len(arrays)}i", *lengths))
         parts += [np.ascontiguousarray(array, dtype=np.int32).tobytes() for array in arrays]
         return b"".join(parts)
@@ -129,10 +128,8 @@ class SchedulerOutput:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> SchedulerOutput:
         """Rebuild what `to_bytes` wrote; the arrays are views of `data`."""
-        head = struct.Struct("<qiiiii")
-        step_id, num_decode_rows, features, max_seq_len, max_logprobs, num_arrays = (
-            head.unpack_from(data, 0)
-        )
+        head = struct.Struct("<qiiii")
+        step_id, num_decode_rows, features, max_logprobs, num_arrays = head.unpack_from(data, 0)
         lengths = struct.unpack_from(f"<{num_arrays}i", data, head.size)
         offset = head.size + 4 * num_arrays
         arrays = []
@@ -141,7 +138,7 @@ class SchedulerOutput:
             offset += 4 * length
         moves, cells = (array.reshape(-1, 2) for array in arrays[:2])
         prefill = PrefillWork(*arrays[3:]) if num_arrays > 3 else None
-        head_fields = (step_id, num_decode_rows, features, max_seq_len, max_logprobs)
+        head_fields = (step_id, num_decode_rows, features, max_logprobs)
         return cls(*head_fields, moves, cells, arrays[2], prefill)
 
 

@@ -109,7 +109,6 @@ class FakeDevice:
         assert int(work.num_tokens.sum()) == len(work.token_ids)
         assert len(set(work.rows.tolist())) == len(work.rows)
         assert (work.num_tokens > 0).all()
-        assert output.max_seq_len == int((work.first_positions + work.num_tokens).max())
         drawn, start = [], 0
         for i, row in enumerate(work.rows.tolist()):
             count, first = int(work.num_tokens[i]), int(work.first_positions[i])
@@ -129,7 +128,6 @@ class FakeDevice:
         assert output.num_decode_rows > 0
         for row in range(output.num_decode_rows):
             seq_len = int(self.rows[row, Column.SEQ_LEN])
-            assert seq_len <= output.max_seq_len
             value = self._compute(row, seq_len - 1, int(self.rows[row, Column.LAST_TOKEN]))
             drawn.append(drawn_token(value))
             self.rows[row, Column.LAST_TOKEN] = drawn[-1]

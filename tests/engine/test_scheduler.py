@@ -143,12 +143,6 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_draws_once():
     assert engine.launch().num_decode_rows == 1
 
 
-def test_the_longest_sequence_of_a_chunked_step_ends_with_its_chunk():
-    engine = Engine(max_num_batched_tokens=8)
-    engine.scheduler.add(make_seqs([20]))
-    assert engine.scheduler.schedule().max_seq_len == 8
-
-
 def test_decoding_waits_while_prompts_are_computed():
     engine = Engine(max_num_batched_tokens=8)
     seqs = make_seqs([4, 20])
@@ -686,7 +680,6 @@ def test_a_record_survives_the_way_through_bytes(has_prefill):
         2**40,
         0 if has_prefill else 3,
         5,
-        77,
         -1,
         ints(4, 1, 5, 2).reshape(2, 2),
         np.zeros((0, 2), dtype=np.int32),
@@ -694,7 +687,7 @@ def test_a_record_survives_the_way_through_bytes(has_prefill):
         prefill if has_prefill else None,
     )
     again = SchedulerOutput.from_bytes(memoryview(output.to_bytes()))
-    for name in ("step_id", "num_decode_rows", "features", "max_seq_len", "max_logprobs"):
+    for name in ("step_id", "num_decode_rows", "features", "max_logprobs"):
         assert getattr(again, name) == getattr(output, name)
     for name in ("moves", "cells", "rules"):
         assert np.array_equal(getattr(again, name), getattr(output, name))

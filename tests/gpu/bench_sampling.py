@@ -111,7 +111,6 @@ def make_step(params: SamplingParams, batch: int, vocab: int, head: Head) -> Cal
             1,
             0 if is_prefill else batch,
             row_features(params),
-            PROMPT_LEN + OUTPUT_LEN,
             num_logprobs(params.logprobs),
             np.zeros((0, 2), dtype=np.int32),
             np.zeros((0, 2), dtype=np.int32),

@@ -35,7 +35,6 @@ def begin(
         step_id=1,
         num_decode_rows=0 if is_prefill else len(features),
         features=int(np.bitwise_or.reduce(features)) if features else 0,
-        max_seq_len=9,
         max_logprobs=-1,
         moves=np.array(moves, dtype=np.int32).reshape(-1, 2),
         cells=np.zeros((0, 2), dtype=np.int32),
