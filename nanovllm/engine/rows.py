@@ -110,7 +110,7 @@ class RowTable:
             self._capacity[row] = len(seq.block_table) * block_size
         return True
 
-    def draw(self, rows: np.ndarray, *, is_decode: bool) -> tuple[np.ndarray, np.ndarray, int, int]:
+    def draw(self, rows: slice | list[int]) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Count the token that a step is about to draw in each of `rows`.
 
         Returns:
@@ -118,13 +118,12 @@ class RowTable:
             ignores_eos: [num_rows] bool
             the union of the rows' SamplingFeature bits, and their largest `logprobs` (-1: none)
         """
-        picked = slice(0, len(rows)) if is_decode else rows  # decode: all rows, in order
-        self._len[picked] += 1
-        self._has_drawn[picked] = True
-        needs_look = self._is_watched[picked] | (self._len[picked] >= self._limit[picked])
-        features = int(np.bitwise_or.reduce(self._features[picked], initial=0))
-        max_logprobs = int(self._num_logprobs[picked].max(initial=-1))
-        return needs_look, self._ignores_eos[picked].copy(), features, max_logprobs
+        self._len[rows] += 1
+        self._has_drawn[rows] = True
+        needs_look = self._is_watched[rows] | (self._len[rows] >= self._limit[rows])
+        features = int(np.bitwise_or.reduce(self._features[rows], initial=0))
+        max_logprobs = int(self._num_logprobs[rows].max(initial=-1))
+        return needs_look, self._ignores_eos[rows].copy(), features, max_logprobs
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Moves, cells and rules since the last call, as `SchedulerOutput` wants them."""

@@ -132,10 +132,13 @@ class Scheduler:
         assert flight.step_id == output.step_id, "steps come back in the order they were launched"
         token_ids = step_output.token_ids
         updates = SequenceUpdates(prompt_spans=flight.prompt_spans)
+        updates.num_new_tokens = len(flight.seqs)
+        finished = SequenceStatus.FINISHED  # looked up once: this loop is most of a step's host time
         for seq, token_id in zip(flight.seqs, token_ids.tolist(), strict=True):
-            if seq.status is not SequenceStatus.FINISHED:
+            if seq.status is not finished:
                 seq.token_ids.append(token_id)
-                updates.num_new_tokens += 1
+            else:
+                updates.num_new_tokens -= 1
         is_eos = self._is_eos[token_ids] & ~flight.ignores_eos
         for place in np.flatnonzero(is_eos | flight.needs_look).tolist():
             seq = flight.seqs[place]
@@ -304,10 +307,9 @@ class Scheduler:
         changes: tuple[np.ndarray, np.ndarray, np.ndarray],
         prompt_spans: list[PromptSpan],
     ) -> SchedulerOutput:
-        places = np.array([seq.row for seq in sampled], dtype=np.int64)
-        needs_look, ignores_eos, features, max_logprobs = self.rows.draw(
-            places, is_decode=prefill is None
-        )
+        # Decode draws in all rows, in order.
+        rows = slice(0, num_decode_rows) if prefill is None else [seq.row for seq in sampled]
+        needs_look, ignores_eos, features, max_logprobs = self.rows.draw(rows)
         self._in_flight.append(
             _StepInFlight(self._num_steps, sampled, needs_look, ignores_eos, prompt_spans)
         )
