@@ -133,7 +133,7 @@ class Scheduler:
         token_ids = step_output.token_ids
         updates = SequenceUpdates(prompt_spans=flight.prompt_spans)
         updates.num_new_tokens = len(flight.seqs)
-        finished = SequenceStatus.FINISHED  # looked up once: this loop is most of a step's host time
+        finished = SequenceStatus.FINISHED  # looked up once: this loop is most of `update`
         for seq, token_id in zip(flight.seqs, token_ids.tolist(), strict=True):
             if seq.status is not finished:
                 seq.token_ids.append(token_id)
