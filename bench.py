@@ -3,6 +3,7 @@
 python bench.py --model DIR                  # 256 requests of 100-1024 tokens in and out
 python bench.py --size 0.6B                  # random weights from a config alone, no files
 python bench.py --size 8B --engine-options max_num_seqs=256,enforce_eager=True
+python bench.py --size 30B-A3B               # mixtures of experts: 61 GB of weights
 python bench.py --size 0.6B --profile /tmp/p # torch.profiler trace and a table of kernels
 """
 
@@ -22,7 +23,8 @@ from typing import Any
 
 _IMPORT_STARTED = time.time()
 
-# hidden, layers, q heads, intermediate, tied: Qwen3 as published; 8 kv heads of 128 each
+# hidden, layers, q heads, intermediate, tied: Qwen3 as published; 8 kv heads of 128 each,
+# unless SPARSE says otherwise
 SIZES = {
     "0.6B": (1024, 28, 16, 3072, True),
     "1.7B": (2048, 28, 16, 6144, True),
@@ -30,7 +32,17 @@ SIZES = {
     "8B": (4096, 36, 32, 12288, False),
     "14B": (5120, 40, 40, 17408, False),
     "32B": (5120, 64, 64, 25600, False),
+    "30B-A3B": (2048, 48, 32, 6144, False),
 }
+# What config.json says beyond that: sparse models
+SPARSE = {
+    "30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}  # fmt: skip
 
 
 def process_age_s() -> float:
@@ -75,7 +87,7 @@ def write_config(size: str, directory: Path) -> Path:
         "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16", "vocab_size": 151936,
     }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config | SPARSE.get(size, {})))
     return directory
 
 

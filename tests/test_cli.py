@@ -34,7 +34,8 @@ def test_bench_prints_a_rate(capsys):
 
 def test_models_lists_architectures(capsys):
     assert main(["models"]) == 0
-    assert "Qwen3ForCausalLM" in capsys.readouterr().out
+    names = capsys.readouterr().out.split()
+    assert "Qwen3ForCausalLM" in names and "Qwen3MoeForCausalLM" in names
 
 
 def test_run_batch_sums_up_and_its_exit_code_tells(tmp_path, capsys):

@@ -20,6 +20,7 @@ LAYERS = [
     {"kernels"},
     {"attention"},
     {"layers"},
+    {"moe"},  # for sparse models; the core never imports it
     {"models"},
     {"engine"},
     {"sampling"},  # more than temperature asks for: the engine loads it by name

@@ -69,7 +69,7 @@ def make_tiny_qwen3(
 def make_tiny(
     architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
-    """Make a tiny random model of any dense architecture that transformers has."""
+    """Make a tiny random model of any architecture that transformers has."""
     fields: dict[str, Any] = {
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -99,7 +99,7 @@ def make_tiny(
             elif "embed_tokens" in name or "lm_head" in name:
                 value = noise
             else:
-                value = 3.0 * noise / parameter.shape[1] ** 0.5  # layers outweigh the residual
+                value = 3.0 * noise / parameter.shape[-1] ** 0.5  # layers outweigh the residual
             parameter.copy_(value)
     return model
 

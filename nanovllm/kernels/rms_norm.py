@@ -25,8 +25,9 @@ def add_rms_norm(
     On CUDA the sum overwrites `residual`; use only what is returned.
 
     Args:
-        x: [num_tokens, hidden_size], rows may be strided, or what `split_gemm` returns: float32
-            [num_splits, num_tokens, hidden_size], to be added up and rounded
+        x: [num_tokens, hidden_size], rows may be strided, or shares of it,
+            [num_splits, num_tokens, hidden_size], to be added up in float32 and rounded: what
+            `split_gemm` returns, or one of each expert
         residual: [num_tokens, hidden_size], rows may be strided
         weight: [hidden_size]
     """

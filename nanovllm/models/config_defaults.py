@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# Only where a default differs from ours for all. Qwen3 is not here: its checkpoints state all.
+# Only where a default differs from ours for all. Qwen3 and its sparse form are not here: their
+# checkpoints state all.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {
         "max_position_embeddings": 2048,

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.layers.rotary_embedding import RopeScaling
 from nanovllm.models.config_defaults import with_defaults
+from nanovllm.models.moe_config import MoeConfig, read_moe
 from nanovllm.models.registry import supported_architectures
 from nanovllm.models.rope_config import read_rope
 from nanovllm.models.window_config import read_sliding_window
@@ -45,6 +46,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     dtype: torch.dtype | None  # of the checkpoint; None when it does not say
     eos_token_ids: tuple[int, ...]
+    moe: MoeConfig | None = None  # None: every layer is dense
 
     @property
     def max_context_len(self) -> int:
@@ -102,11 +104,12 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
     max_position_embeddings = _size(d, "max_position_embeddings", maximum=2**31 - 1)
     sliding_window = read_sliding_window(d, architecture, max_position_embeddings)
     rope_theta, rope_scaling = read_rope(d, max_position_embeddings)
+    num_layers = _size(d, "num_hidden_layers", maximum=2**16)
     return cls(
         architecture=architecture,
         model_type=_str(d, "model_type"),
         hidden_size=hidden_size,
-        num_layers=_size(d, "num_hidden_layers", maximum=2**16),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -122,6 +125,7 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
         rope_scaling=rope_scaling,
         dtype=_read_dtype(d),
         eos_token_ids=_read_eos(d.get("eos_token_id")),
+        moe=read_moe(d, architecture, num_layers),
     )
 
 

@@ -11,6 +11,7 @@ _MODELS: dict[str, "tuple[str, str] | type[DecoderForCausalLM]"] = {
     "MistralForCausalLM": ("nanovllm.models.mistral", "MistralForCausalLM"),
     "Qwen2ForCausalLM": ("nanovllm.models.qwen2", "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM": ("nanovllm.models.qwen3", "Qwen3ForCausalLM"),
+    "Qwen3MoeForCausalLM": ("nanovllm.models.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 
 

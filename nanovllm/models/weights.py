@@ -31,7 +31,7 @@ class _Target:
     """Where one tensor of a checkpoint goes."""
 
     load: Callable[[str, torch.Tensor, str | None], None]
-    name: str  # "weight" or "bias"
+    name: str  # "weight" or "bias", or one of the module's `tensor_names`
     shard: str | None
 
 
@@ -111,6 +111,10 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
             continue
         parent, _, last = path.rpartition(".")
         prefix = f"{parent}." if parent else ""
+        if hasattr(layer, "tensor_names"):  # experts: what they own stands for many tensors
+            for name in layer.tensor_names():
+                targets[f"{path}.{name}"] = _Target(layer.load_weight, name, None)
+            continue
         for shard in layer.shards:
             part = last if shard is None else _FUSED[last][shard]
             for name, _parameter in module.named_parameters(recurse=False):

@@ -8,7 +8,12 @@ from nanovllm.utils.checks import check_bool, check_int
 logger = logging.getLogger(__name__)
 
 # Here a window counts only if use_sliding_window is true; elsewhere wherever it is stated.
-_HAS_WINDOW_SWITCH = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_HAS_WINDOW_SWITCH = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 
 def read_sliding_window(

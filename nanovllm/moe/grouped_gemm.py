@@ -1,0 +1,210 @@
+"""The two products of the experts, over pairs that a plan has sorted by expert.
+
+Up: rows of tokens times gate and up weights, with the gated activation behind. Down: activations
+times down weights, times the routing weight, back at the pair's own place; the sum over a token's
+experts is the business of whatever reads them, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.moe.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one grouped GEMM is cut; rows a tile are the plan's."""
+
+    block_n: int  # rows of weights
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """How both products of a layer are cut."""
+
+    block_m: int
+    gate_up: TileConfig
+    down: TileConfig
+
+
+# Up to so many pairs an expert on average: rows a tile, and both products. Not measured yet.
+_CONFIGS = {
+    8: ExpertsConfig(16, TileConfig(64, 128, 4, 4), TileConfig(64, 128, 4, 4)),
+    16: ExpertsConfig(32, TileConfig(64, 128, 4, 4), TileConfig(64, 128, 4, 4)),
+    64: ExpertsConfig(64, TileConfig(128, 64, 4, 4), TileConfig(128, 64, 4, 4)),
+}
+_LARGEST = ExpertsConfig(128, TileConfig(256, 64, 8, 3), TileConfig(256, 64, 8, 3))
+_FLOAT32 = ExpertsConfig(32, TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2))
+
+
+def config_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertsConfig:
+    """Return how to cut a batch; it follows from shapes, not from where the pairs fall."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    fitting = (c for limit, c in _CONFIGS.items() if num_pairs <= limit * num_experts)
+    return next(fitting, _LARGEST)
+
+
+def gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan, config: TileConfig) -> torch.Tensor:
+    """Return `silu(gate) * up` of all pairs in the plan's order, [num_pairs, size].
+
+    x: [num_tokens, hidden_size]; weight: [num_experts, 2 * size, hidden_size], gate first
+    """
+    if use_triton(x):
+        return gate_up_triton(x, weight, plan, config)
+    return gate_up_reference(x, weight, plan)
+
+
+def gate_up_reference(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Plain torch form of `gate_up`; waits for the device."""
+    top_k = len(plan.order) // len(x)
+    out = x.new_empty(len(plan.order), weight.shape[1] // 2)
+    for expert, first, end in plan.tiles.T.tolist():
+        tokens = plan.order[first:end] // top_k
+        out[first:end] = silu_and_mul_reference(F.linear(x[tokens], weight[expert]))
+    return out
+
+
+def down(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    pair_weights: torch.Tensor,
+    config: TileConfig,
+) -> torch.Tensor:
+    """Return each pair's weighted product, [top_k, num_tokens, hidden_size], to be summed over 0.
+
+    Args:
+        x: [num_pairs, size], in the plan's order, contiguous
+        weight: [num_experts, hidden_size, size]
+        pair_weights: [num_tokens, top_k] float32
+    """
+    if use_triton(x):
+        return down_triton(x, weight, plan, pair_weights, config)
+    return down_reference(x, weight, plan, pair_weights)
+
+
+def down_reference(
+    x: torch.Tensor, weight: torch.Tensor, plan: Plan, pair_weights: torch.Tensor
+) -> torch.Tensor:
+    """Plain torch form of `down`; waits for the device."""
+    out = x.new_empty(pair_weights.numel(), weight.shape[1])
+    for expert, first, end in plan.tiles.T.tolist():
+        pairs = plan.order[first:end]
+        product = F.linear(x[first:end], weight[expert])
+        scaled = product.float() * pair_weights.flatten()[pairs].unsqueeze(1)
+        out[pairs] = scaled.to(x.dtype)
+    return out.view(*pair_weights.shape, -1).transpose(0, 1)
+
+
+def gate_up_triton(
+    x: torch.Tensor, weight: torch.Tensor, plan: Plan, config: TileConfig
+) -> torch.Tensor:
+    """Triton form of `gate_up`."""
+    out = x.new_empty(len(plan.order), weight.shape[1] // 2)
+    _launch(x, weight, out, plan, None, len(plan.order) // len(x), config)
+    return out
+
+
+def down_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    pair_weights: torch.Tensor,
+    config: TileConfig,
+) -> torch.Tensor:
+    """Triton form of `down`."""
+    num_tokens, top_k = pair_weights.shape
+    out = x.new_empty(top_k, num_tokens, weight.shape[1])
+    _launch(x, weight, out, plan, pair_weights, top_k, config)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    plan: Plan,
+    pair_weights: torch.Tensor | None,
+    top_k: int,
+    config: TileConfig,
+) -> None:
+    _, out_features, in_features = weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weights must be contiguous"
+    # Tiles first: those of one expert read the same weights and run together.
+    grid = (plan.tiles.shape[1], triton.cdiv(out_features, config.block_n))
+    _grouped_gemm_kernel[grid](
+        x, weight, out, plan.order, plan.tiles, pair_weights, len(plan.order), x.stride(0),
+        TOP_K=top_k, IN_FEATURES=in_features, OUT_FEATURES=out_features,
+        IS_GATED=pair_weights is None, BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages,
+        **pdl_options(x),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _grouped_gemm_kernel(
+    x, weight, out, order, tiles, pair_weights, num_pairs, x_stride,
+    TOP_K: tl.constexpr, IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
+    IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    WIDTH: tl.constexpr = OUT_FEATURES // 2 if IS_GATED else OUT_FEATURES
+    tile = tl.program_id(0)
+    num_tiles = tl.num_programs(0)
+    first = tl.load(tiles + num_tiles + tile)
+    end = tl.load(tiles + 2 * num_tiles + tile)
+    if first >= end:
+        return
+    expert = tl.load(tiles + tile).to(tl.int64)
+    places = first + tl.arange(0, BLOCK_M)
+    # Rows past the end repeat the last one: cheaper than a mask, and never stored.
+    readable = tl.minimum(places, end - 1)
+    pairs = tl.load(order + readable)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = tl.arange(0, BLOCK_K)
+    weight_rows = tl.minimum(columns, OUT_FEATURES - 1)
+    if IS_GATED:
+        # Gate and up alternate, so that each thread's sums hold both of a pair.
+        weight_rows = weight_rows // 2 + (weight_rows % 2) * (OUT_FEATURES // 2)
+        x_rows = pairs // TOP_K
+    else:
+        x_rows = readable
+    x_pointers = x + x_rows[:, None].to(tl.int64) * x_stride + features[None, :]
+    weight_pointers = weight + expert * OUT_FEATURES * IN_FEATURES
+    weight_pointers += weight_rows[None, :] * IN_FEATURES + features[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, IN_FEATURES, BLOCK_K):
+        if IN_FEATURES % BLOCK_K == 0:
+            a = tl.load(x_pointers)
+            b = tl.load(weight_pointers)
+        else:
+            is_inside = features < IN_FEATURES - start
+            a = tl.load(x_pointers, mask=is_inside[None, :], other=0.0)
+            b = tl.load(weight_pointers, mask=is_inside[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        x_pointers += BLOCK_K
+        weight_pointers += BLOCK_K
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+        out_rows = places.to(tl.int64)
+        columns = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        result = sums * tl.load(pair_weights + pairs)[:, None]
+        out_rows = (pairs % TOP_K).to(tl.int64) * (num_pairs // TOP_K) + pairs // TOP_K
+    mask = (places < end)[:, None] & (columns < WIDTH)[None, :]
+    targets = out + out_rows[:, None] * WIDTH + columns[None, :]
+    tl.store(targets, result.to(out.dtype.element_ty), mask=mask)

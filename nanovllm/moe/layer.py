@@ -1,0 +1,106 @@
+"""The feed-forward layer of a sparse model: a router, and experts that share out the tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.split_gemm import split_gemm
+from nanovllm.layers.linear import ReplicatedLinear, divide
+from nanovllm.moe.grouped_gemm import config_for, down, gate_up
+from nanovllm.moe.plan import make_plan
+from nanovllm.moe.routing import route
+from nanovllm.utils.loader import check_shape, copy_weight
+from nanovllm.utils.parallel import ParallelContext
+
+
+class Experts(nn.Module):
+    """The weights of all experts, stacked; each rank has a slice of every expert's inner size."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        size: int,
+        *,
+        parallel: ParallelContext,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        local_size = divide(size, parallel.tp_size, "moe_intermediate_size")
+        gate_up = torch.empty(
+            (num_experts, 2 * local_size, hidden_size), device=device, dtype=dtype
+        )
+        down = torch.empty((num_experts, hidden_size, local_size), device=device, dtype=dtype)
+        self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)  # gate first
+        self.down_proj = nn.Parameter(down, requires_grad=False)
+        self._size, self._parallel = size, parallel
+
+    def tensor_names(self) -> list[str]:
+        """What a checkpoint calls the tensors of this module, below the module's own name."""
+        return [
+            f"{expert}.{part}.weight"
+            for expert in range(len(self.down_proj))
+            for part in ("gate_proj", "up_proj", "down_proj")
+        ]
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+        """Copy this rank's part of one expert's full tensor in place; see `tensor_names`."""
+        expert, part, _ = name.split(".")
+        weight = self.down_proj if part == "down_proj" else self.gate_up_proj
+        target = weight[int(expert)]
+        if part == "down_proj":
+            split_dim, full_shape = 1, (len(target), self._size)
+        else:
+            split_dim, full_shape = 0, (self._size, target.shape[1])
+            target = target.chunk(2)[part == "up_proj"]
+        check_shape(tensor, full_shape)
+        length = target.shape[split_dim]
+        copy_weight(target, tensor.narrow(split_dim, self._parallel.tp_rank * length, length))
+
+    def forward(
+        self, x: torch.Tensor, pair_weights: torch.Tensor, expert_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the rank's share of each choice, [top_k, num_tokens, hidden_size], weighted.
+
+        x: [num_tokens, hidden_size]; pair_weights, float32, expert_ids, int32: [num_tokens, top_k]
+        """
+        num_experts = len(self.down_proj)
+        config = config_for(expert_ids.numel(), num_experts, x.dtype)
+        plan = make_plan(expert_ids, num_experts, config.block_m)
+        activated = gate_up(x, self.gate_up_proj, plan, config.gate_up)
+        return down(activated, self.down_proj, plan, pair_weights, config.down)
+
+
+class SparseMLP(nn.Module):
+    """A weighted sum over each token's `top_k` experts. The router is whole on every rank."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        size: int,
+        *,
+        top_k: int,
+        is_normalized: bool,
+        parallel: ParallelContext,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.gate = ReplicatedLinear(hidden_size, num_experts, device=device, dtype=dtype)
+        self.experts = Experts(
+            num_experts, hidden_size, size, parallel=parallel, device=device, dtype=dtype
+        )
+        self._top_k, self._is_normalized = top_k, is_normalized
+        self._parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same, or on one rank shares for RMSNorm to sum."""
+        logits = split_gemm(x, self.gate.weight)
+        routes = route(logits, self._top_k, is_normalized=self._is_normalized, dtype=x.dtype)
+        shares: torch.Tensor = self.experts(x, *routes)
+        if self._parallel.tp_size == 1:
+            return shares
+        return self._parallel.all_reduce(shares.sum(dim=0))
