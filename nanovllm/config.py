@@ -64,6 +64,7 @@ class Config:
     load_format: str = "auto"
     enable_request_reordering: bool = True
     logprobs_mode: str = "raw_logprobs"
+    lora: str | None = None  # a directory of PEFT's, merged into the weights for good
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -97,6 +98,11 @@ class Config:
                 "attention_backend must be the name of a backend, such as 'auto' or 'sdpa', "
                 f"got {self.attention_backend!r}."
             )
+        if self.lora is not None and self.load_format == "dummy":
+            raise ValueError(
+                "lora needs the weights that it was trained on, but load_format='dummy' draws "
+                "random ones. Leave one of them out."
+            )
         if self.trust_remote_code:
             raise ValueError(
                 "trust_remote_code=True is refused: code from a checkpoint is never run. "
@@ -123,19 +129,16 @@ class Config:
         return cls(model, **options)  # type: ignore[arg-type]  # a path becomes a str in __post_init__
 
 
-def _path(name: str, value: Any) -> str:
+def _path(
+    name: str, value: Any, kind: str = "a directory or a hub id, such as 'Qwen/Qwen3-0.6B'"
+) -> str:
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(
-            f"{name} must be a directory or a hub id, such as 'Qwen/Qwen3-0.6B', "
-            f"got {value!r} of type {type(value).__name__}."
-        )
+        raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}.")
     path = os.fspath(value)
     if not isinstance(path, str):
         raise TypeError(f"{name} must be a path of text, got {path!r}. Decode it with os.fsdecode.")
     if not path.strip():
-        raise ValueError(
-            f"{name} must be a directory or a hub id, such as 'Qwen/Qwen3-0.6B', got {path!r}."
-        )
+        raise ValueError(f"{name} must be {kind}, got {path!r}.")
     return path
 
 
@@ -193,6 +196,7 @@ _SWITCHES = (
 )
 _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
     "tokenizer": _path,
+    "lora": partial(_path, kind="a directory with adapter_config.json"),
     "enable_overlap": check_bool,
     "max_model_len": partial(
         check_int, minimum=2, advice="It counts prompt and answer together; None: the model's."

@@ -235,7 +235,8 @@ class LLM:
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Replace weights in place from (Hugging Face name, full tensor) pairs, all or some.
 
-        The prefix cache is reset. Refused while requests are open.
+        The prefix cache is reset. Refused while requests are open. The pairs are whole weights: an
+        adapter (`lora`) is not added to them, and is gone from those they replace.
         """
         self._engine.load_weights(weights)
 
@@ -248,7 +249,7 @@ class LLM:
         self._engine.sleep(level)
 
     def wake_up(self) -> None:
-        """Take the memory again; after level 2 the weights are read from the checkpoint."""
+        """Take the memory again; after level 2 the checkpoint, and an adapter, are read again."""
         self._engine.wake_up()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ LAYERS = [
     {"utils"},
     {"config", "sampling_params", "outputs", "metrics"},
     {"kernels"},
+    {"lora"},  # a checkpoint's weights with an adapter added: the loader loads it by name
     {"attention"},
     {"layers"},
     {"moe"},  # for sparse models; the core never imports it
@@ -39,7 +40,10 @@ LEAVES = {"data_parallel", "batch", "ray", "lm_eval", "report", "__main__"}
 OPTIONAL_PACKAGES = {"flash_attn", "lm_eval", "matplotlib", "pandas", "pyarrow", "ray", "zstandard"}
 
 # What a module below loads by name, on demand: the only names that may point upward.
-LOADED_ON_DEMAND = {"nanovllm.engine.model_runner": {"nanovllm.sampling.redraw"}}
+LOADED_ON_DEMAND = {
+    "nanovllm.engine.model_runner": {"nanovllm.sampling.redraw"},
+    "nanovllm.utils.loader": {"nanovllm.lora.merge"},
+}
 
 HOST_SIDE = {
     *(f"nanovllm.engine.{name}" for name in ("step", "sequence", "block_manager", "scheduler")),

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.batch.source import is_regular_file
 from nanovllm.config import Config
+from nanovllm.lora.adapter import adapter_digest
 from nanovllm.utils.tokenizer import find_model
 
 _VERSION = 2
@@ -36,6 +37,7 @@ _NEUTRAL = frozenset(
         "attention_backend",
         "cpu_kvcache_space_gib",
         "enable_request_reordering",
+        "lora",  # by its content, below
     )
 )
 
@@ -62,6 +64,8 @@ def job_fingerprint(
     }
     if config.tokenizer is not None:
         job["tokenizer"] = model_digest(find_model(config.tokenizer))
+    if config.lora is not None:
+        job["lora"] = adapter_digest(config.lora)
     if is_regular_file(source):
         num_bytes = min(_HEAD_BYTES, Path(source).stat().st_size)
         if head_bytes is not None:

@@ -32,11 +32,17 @@ class BlockManager:
     """Owns the KV cache's bookkeeping: reference counts, prefix index and eviction order."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        root_hash: int = 0,  # names what the KV depends on beside the tokens
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._is_caching = enable_prefix_caching
+        self._root = _Block(prefix_hash=root_hash)
         self._blocks = [_Block() for _ in range(num_blocks)]
         # Insertion order is the order of reuse: least recently freed first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -61,7 +67,7 @@ class BlockManager:
             return hits
         if max_num_tokens is None:
             max_num_tokens = len(token_ids) - 1
-        parent_id = parent_hash = 0
+        parent_id, parent_hash = self._root.content_id, self._root.prefix_hash
         for tokens in self._blocks_of_bytes(token_ids, 0, max_num_tokens // self.block_size):
             prefix_hash = _prefix_hash(parent_hash, tokens)
             block_id = self._index.get(prefix_hash)
@@ -116,7 +122,7 @@ class BlockManager:
             return
         blocks_of_bytes = self._blocks_of_bytes(token_ids, start, end)
         for index, tokens in enumerate(blocks_of_bytes, start):
-            parent = self._blocks[block_table[index - 1]] if index else _Block()
+            parent = self._blocks[block_table[index - 1]] if index else self._root
             if index and not parent.content_id:
                 return  # the parent was dropped by a reset; its children could never be reached
             prefix_hash = _prefix_hash(parent.prefix_hash, tokens)

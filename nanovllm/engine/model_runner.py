@@ -117,7 +117,7 @@ class ModelRunner:
         if self._config.load_format == "dummy":
             self._model.init_dummy_weights(self._config.seed)
         else:
-            load_model(self._model, self._model_dir)
+            load_model(self._model, self._model_dir, lora=self._config.lora, device=self._device)
         logger.info("Model ready in %.2f s", time.perf_counter() - started)
 
     def _make_rows(self) -> None:

@@ -17,7 +17,7 @@ from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import SamplingFeature, SchedulerOutput
 from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
-from nanovllm.frontend.start_up import check_ranks, memory_errors_named
+from nanovllm.frontend.start_up import check_ranks, memory_errors_named, prefix_root
 from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
@@ -57,6 +57,7 @@ class LLMEngine:
             )
         device = resolve_device(config.device)
         check_ranks(model_config, config.tensor_parallel_size, device)
+        root_hash = prefix_root(config, model_config, directory)
         overlap = config.enable_overlap
         self._enable_overlap = device.type == "cuda" if overlap is None else overlap
         self.config = config
@@ -82,6 +83,7 @@ class LLMEngine:
                 num_blocks,
                 config.kvcache_block_size,
                 enable_prefix_caching=config.enable_prefix_caching,
+                root_hash=root_hash,
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

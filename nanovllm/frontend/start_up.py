@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.lora.adapter import adapter_digest, check_adapter
 from nanovllm.models.model_config import ModelConfig
 
 
@@ -35,6 +37,16 @@ def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
             f"tensor_parallel_size = {tp_size} needs as many GPUs, and torch sees "
             f"{torch.cuda.device_count()}. Lower it, or show more with CUDA_VISIBLE_DEVICES."
         )
+
+
+def prefix_root(config: Config, model: ModelConfig, model_dir: Path) -> int:
+    """Check the adapter, if there is one, against the model; return what the prefix cache's hashes
+    begin with, so that KV of other weights could never be taken for this engine's.
+    """
+    if config.lora is None:
+        return 0
+    check_adapter(config.lora, model_dir, is_tied=model.tie_word_embeddings)
+    return int(adapter_digest(config.lora)[:16], 16)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Protocol
 
@@ -17,14 +18,25 @@ INDEX_NAME = "model.safetensors.index.json"
 # A plain cast keeps their meaning; 8-bit and integer weights need scales that we do not apply.
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_LISTED = 10
+_CPU = torch.device("cpu")
+_MERGE = "nanovllm.lora.merge"  # few need it: loaded by name where there is an adapter
 
 
 class LoadableModel(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
 
-def load_model(model: LoadableModel, model_dir: str | Path) -> None:
-    """Fill `model` in place from the safetensors files in `model_dir`; logs how long it took."""
+def load_model(
+    model: LoadableModel,
+    model_dir: str | Path,
+    *,
+    lora: str | None = None,
+    device: torch.device = _CPU,
+) -> None:
+    """Fill `model` in place from the safetensors files in `model_dir`; logs how long it took.
+
+    lora: the directory of an adapter to merge on the way, computed on `device`
+    """
     start_s = time.perf_counter()
     num_bytes = 0
 
@@ -34,8 +46,11 @@ def load_model(model: LoadableModel, model_dir: str | Path) -> None:
             num_bytes += tensor.nbytes
             yield name, tensor
 
+    weights: Iterable[tuple[str, torch.Tensor]] = counted()
+    if lora is not None:
+        weights = import_module(_MERGE).merged(weights, lora, device)
     try:
-        model.load_weights(counted())
+        model.load_weights(weights)
     except ValueError as error:
         raise ValueError(f"cannot load the checkpoint in {model_dir}: {error}") from error
     elapsed_s = time.perf_counter() - start_s
@@ -62,7 +77,7 @@ def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, torch.Tens
     names_of_file: dict[Path, list[str]] = {}
     owner: dict[str, Path] = {}
     for path in paths:
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             names_of_file[path] = list(file.keys())
         for name in names_of_file[path]:
             if weight_map is not None and name in weight_map:
@@ -78,10 +93,21 @@ def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, torch.Tens
         owner.update({name: directory / file_name for name, file_name in weight_map.items()})
 
     for path in paths:
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             for name in names_of_file[path]:
                 if owner[name] == path:
                     yield name, file.get_tensor(name)
+
+
+def open_safetensors(path: Path) -> safe_open:
+    """Open a file for reading on the CPU; a ValueError says why it cannot be."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        hint = "is the download complete?"
+        if path.is_file() and path.stat().st_size < 4096 and b"git-lfs" in path.read_bytes():
+            hint = "it is a Git LFS pointer, run `git lfs pull`."
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); {hint}") from error
 
 
 def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -90,15 +116,20 @@ def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
     A source on the meta device has no data: it is checked only.
     """
     check_shape(source, tuple(target.shape))
-    if source.dtype not in _CAST_DTYPES:
-        raise ValueError(
-            f"the checkpoint's dtype {source.dtype} is not supported; allowed are "
-            f"{', '.join(str(dtype) for dtype in _CAST_DTYPES)}."
-        )
+    check_castable(source)
     if source.is_meta:
         return
     with torch.no_grad():
         target.copy_(source)
+
+
+def check_castable(tensor: torch.Tensor) -> None:
+    """Raise a ValueError unless a plain cast keeps the meaning of the tensor's values."""
+    if tensor.dtype not in _CAST_DTYPES:
+        raise ValueError(
+            f"the checkpoint's dtype {tensor.dtype} is not supported; allowed are "
+            f"{', '.join(str(dtype) for dtype in _CAST_DTYPES)}."
+        )
 
 
 def check_shape(tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
@@ -210,13 +241,3 @@ def _check_index_against_files(
             f"{index_path.name} lists {len(absent)} tensors that their files do not have: "
             f"{name_list(absent)}. Incomplete download, or files of two models?"
         )
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        hint = "is the download complete?"
-        if path.is_file() and path.stat().st_size < 4096 and b"git-lfs" in path.read_bytes():
-            hint = "it is a Git LFS pointer, run `git lfs pull`."
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); {hint}") from error

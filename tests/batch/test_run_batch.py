@@ -9,6 +9,7 @@ import time
 
 import pytest
 from batch_jobs import ENGINE, MODEL, command, environment, requests, results
+from lora_adapters import write_adapter
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import BatchOptions, RefusedOutput, run_batch
@@ -101,6 +102,15 @@ def test_another_model_or_another_input_is_refused(tmp_path, source):
     source.write_text(requests(24).replace("LORD", "Lord", 1), encoding="utf-8")
     with pytest.raises(RefusedOutput, match="input: 'begins with"):
         run(source, tmp_path / "out.jsonl")
+
+
+def test_a_job_is_gone_on_with_under_its_own_adapter_only(tmp_path, source):
+    lora, elsewhere = (write_adapter(tmp_path / name, MODEL, seed=3) for name in "ab")
+    run(source, tmp_path / "out.jsonl", engine={"lora": lora})
+    assert run(source, tmp_path / "out.jsonl", engine={"lora": elsewhere}).num_ok == 0
+    for other in (None, write_adapter(tmp_path / "c", MODEL, seed=4)):
+        with pytest.raises(RefusedOutput, match="made by another job .lora: '.*' then"):
+            run(source, tmp_path / "out.jsonl", engine={"lora": other})
 
 
 def test_shards_answer_each_line_once(tmp_path, source):

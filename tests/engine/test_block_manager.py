@@ -54,6 +54,17 @@ def test_a_taken_and_freed_block_goes_to_the_end_of_the_line():
     assert blocks.append([], 3) == [2, 0, 1]
 
 
+def test_hashes_begin_with_the_root():
+    hashes = []
+    for root_hash in (0, 5, 2**64 - 1):
+        blocks = BlockManager(4, 2, root_hash=root_hash)
+        table = fill(blocks, [1, 2, 3, 4, 5])
+        assert blocks.find_prefix([1, 2, 3, 4, 5]) == table[:2]
+        blocks.check_invariants([table])
+        hashes.append(set(blocks._index))
+    assert not (hashes[0] & hashes[1] or hashes[1] & hashes[2] or hashes[0] & hashes[2])
+
+
 def test_the_number_of_blocks_rounds_up():
     blocks = BlockManager(1, 16)
     assert [blocks.num_blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]

@@ -1,0 +1,158 @@
+"""Read a PEFT adapter's adapter_config.json: how strong each module's update is, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.utils.checks import check_bool, check_float, check_int
+
+CONFIG_NAME = "adapter_config.json"
+_MERGE_YOURSELF = (
+    "Merge it with PEFT's merge_and_unload(), save the result, and pass that as the model."
+)
+_READ = frozenset(
+    (
+        *("peft_type", "task_type", "base_model_name_or_path", "target_modules", "bias"),
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+        *("exclude_modules", "layers_to_transform", "layers_pattern"),
+    )
+)
+# Whatever they say, the merged weights are the same.
+_NEUTRAL = frozenset(
+    (
+        *("auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
+        *("runtime_config", "megatron_config", "megatron_core", "eva_config", "qalora_group_size"),
+        "ensure_weight_tying",
+    )
+)
+# Others, such as PiSSA and LoftQ, begin by changing the base weights.
+_KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What adapter_config.json says, checked: plain LoRA on linear layers of a causal model."""
+
+    base_model: str | None
+    target_modules: tuple[str, ...] | str | None  # ends of module names, or one regex for all
+    is_partial: bool  # some layers or modules are left out, though their names match
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[str, int], ...]  # (regex of a module's name or of its end, r)
+    alpha_pattern: tuple[tuple[str, float], ...]
+
+    def rank(self, module: str) -> int:
+        """The rank that `module`, such as "model.layers.0.mlp.up_proj", must have."""
+        return next((r for key, r in self.rank_pattern if _names(key, module)), self.r)
+
+    def scale(self, module: str) -> float:
+        """What B @ A is multiplied with: alpha / r, or alpha / sqrt(r) for rank-stabilised ones."""
+        matching = (alpha for key, alpha in self.alpha_pattern if _names(key, module))
+        alpha, r = next(matching, self.lora_alpha), self.rank(module)
+        return alpha / (math.sqrt(r) if self.use_rslora else r)
+
+    def is_target(self, name: str, module: str) -> bool:
+        """Whether `name` of `target_modules` stands for `module`."""
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(name, module) is not None
+        return module == name or module.endswith(f".{name}")
+
+
+def read_settings(directory: Path) -> AdapterSettings:
+    """Read and check the file in an adapter's directory; errors name it, the field and the value.
+
+    Format: https://huggingface.co/docs/peft/main/en/package_reference/lora
+    """
+    path = directory / CONFIG_NAME
+    try:
+        d = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(d, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(d).__name__}.")
+    try:
+        return _read(d)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read(d: dict[str, Any]) -> AdapterSettings:
+    if d.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type must be 'LORA', got {d.get('peft_type')!r}.")
+    if d.get("task_type") not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"task_type must be 'CAUSAL_LM' or null, got {d['task_type']!r}: an adapter for "
+            "another task brings layers of its own."
+        )
+    _refuse_variants(d)
+    base_model = d.get("base_model_name_or_path")
+    return AdapterSettings(
+        base_model=base_model if isinstance(base_model, str) and base_model else None,
+        target_modules=_read_targets(d.get("target_modules")),
+        is_partial=any(
+            d.get(key) not in (None, [], "")
+            for key in ("exclude_modules", "layers_to_transform", "layers_pattern")
+        ),
+        r=check_int("r", d.get("r"), minimum=1),
+        lora_alpha=check_float("lora_alpha", d.get("lora_alpha")),
+        use_rslora=d.get("use_rslora") is not None and check_bool("use_rslora", d["use_rslora"]),
+        rank_pattern=tuple(
+            (key, check_int(f"rank_pattern[{key!r}]", value, minimum=1))
+            for key, value in _pattern(d, "rank_pattern")
+        ),
+        alpha_pattern=tuple(
+            (key, check_float(f"alpha_pattern[{key!r}]", value))
+            for key, value in _pattern(d, "alpha_pattern")
+        ),
+    )
+
+
+def _refuse_variants(d: dict[str, Any]) -> None:
+    if d.get("bias", "none") != "none":
+        raise ValueError(f"bias must be 'none', got {d['bias']!r}. {_MERGE_YOURSELF}")
+    init = d.get("init_lora_weights", True)
+    if init not in _KEEP_BASE:
+        raise ValueError(
+            f"init_lora_weights = {init!r} is not supported: such an adapter belongs to base "
+            f"weights that its training has changed. {_MERGE_YOURSELF}"
+        )
+    for key, value in d.items():
+        # Not only the variants that we know: one that is unknown would give wrong text.
+        if key not in _READ and key not in _NEUTRAL and value:
+            raise ValueError(f"{key} = {value!r:.100} is not supported. {_MERGE_YOURSELF}")
+
+
+def _read_targets(value: Any) -> tuple[str, ...] | str | None:
+    if value is None or isinstance(value, str):
+        return _regex("target_modules", value) if value and value != "all-linear" else None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"target_modules must be a list of names or a regex, got {value!r}.")
+    return tuple(value)
+
+
+def _pattern(d: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    value = d.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        raise TypeError(f"{key} must be an object, got {value!r}.")
+    return [(_regex(key, pattern), item) for pattern, item in value.items()]
+
+
+def _regex(key: str, text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{key} has {text!r}, which is no regular expression: {error}.") from error
+    return text
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a key of rank_pattern or alpha_pattern stands for a module, as in PEFT."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
