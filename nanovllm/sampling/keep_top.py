@@ -7,6 +7,10 @@ import torch
 from nanovllm.kernels._triton import tl, triton, use_triton
 from nanovllm.kernels.sample import GREEDY_TEMPERATURE
 
+# Likely tokens of a row that are gathered, so that a search reads them and not the vocabulary.
+_MAX_CANDIDATES = 2048
+_NUCLEUS = 1024  # about how many of them where no top_k says
+
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -71,17 +75,22 @@ def keep_top_triton(
     top_p: torch.Tensor,
     block: int = 4096,
     num_warps: int = 16,
+    num_stages: int = 3,
+    max_candidates: int = _MAX_CANDIDATES,
 ) -> None:
     """Triton form of `keep_top`: one program a row, which narrows each edge down pass by pass.
 
-    block (tokens a step) and num_warps change speed alone.
+    block (tokens a step), num_warps, num_stages (steps loaded ahead) and max_candidates change
+    speed alone.
     """
     n, vocab_size = logits.shape
     assert logits.stride(1) == 1, "rows must be contiguous"
     if n == 0:
         return
+    candidates = torch.empty((n, max_candidates), dtype=torch.float32, device=logits.device)
     _keep_top_kernel[(n,)](
         logits,
+        candidates,
         temperatures,
         min_p,
         top_k,
@@ -92,7 +101,10 @@ def keep_top_triton(
         top_k.stride(0),
         top_p.stride(0),
         vocab_size,
+        MAX_CANDIDATES=max_candidates,
+        NUCLEUS=min(_NUCLEUS, max_candidates // 2),
         BLOCK=min(block, triton.next_power_of_2(vocab_size)),
+        STAGES=num_stages,
         num_warps=num_warps,
     )
 
@@ -100,6 +112,7 @@ def keep_top_triton(
 @triton.jit
 def _keep_top_kernel(
     logits,
+    candidates,
     temperatures,
     min_p_column,
     top_k_column,
@@ -110,7 +123,10 @@ def _keep_top_kernel(
     top_k_stride,
     top_p_stride,
     size,
+    MAX_CANDIDATES: tl.constexpr,
+    NUCLEUS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * logits_stride
@@ -126,7 +142,7 @@ def _keep_top_kernel(
         lanes = tl.arange(0, BLOCK)
 
         lane_max = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in tl.range(0, size, BLOCK):
+        for start in tl.range(0, size, BLOCK, num_stages=STAGES):
             lane_max = tl.maximum(lane_max, _load(base, start + lanes, size))
         largest = tl.max(lane_max, axis=0)
         max_key = _key(largest)
@@ -135,22 +151,46 @@ def _keep_top_kernel(
         if min_p > 0:
             # Adding 0 makes -0 a 0, whose key is the one that it equals.
             floor = tl.maximum(floor, _key(largest + tl.log2(min_p) / scale + 0.0))
+        # Where the edges are searched: in all of the row, or in its likely tokens alone.
+        source = base
+        num_sources = size
+        total = 0.0
+        if has_top_k | (top_p < 1):
+            num_wanted = tl.where(has_top_k, tl.minimum(top_k, NUCLEUS), NUCLEUS)
+            # As many lanes reach it, so at least as many tokens do, and mostly few more.
+            low = tl.maximum(_low_key(_key(lane_max), num_wanted, max_key), floor)
+            lane_counts, total, mass = _lane_counts(
+                base, size, low, floor, largest, scale, BLOCK, STAGES
+            )
+            count = tl.sum(lane_counts, axis=0)
+            has_edges = tl.where(has_top_k, count >= top_k, mass >= total * top_p) | (low == floor)
+            if has_edges & (count <= MAX_CANDIDATES):
+                source = candidates + row * MAX_CANDIDATES
+                num_sources = count
+                floor = low  # both edges are at it or above
+                _gather(base, size, low, lane_counts, source, BLOCK, STAGES)
         if has_top_k:
-            count, _, _ = _weights(base, size, floor, floor, floor, largest, scale, False, BLOCK)
+            count, _, _ = _weights(
+                source, num_sources, floor, floor, floor, largest, scale, False, BLOCK
+            )
             if count > top_k:
-                target = top_k.to(tl.float32)
-                floor = _edge(base, size, floor, max_key, target, largest, scale, False, BLOCK)
+                floor = _edge(
+                    source, num_sources, floor, max_key, top_k.to(tl.float32), largest, scale,
+                    False, BLOCK,
+                )  # fmt: skip
+            total, _, _ = _weights(
+                source, num_sources, floor, floor, floor, largest, scale, True, BLOCK
+            )
         num_ties = 0
         num_kept_ties = 0
         if top_p < 1:
-            total, _, _ = _weights(base, size, floor, floor, floor, largest, scale, True, BLOCK)
             target = total * top_p
-            floor = _edge(base, size, floor, max_key, target, largest, scale, True, BLOCK)
+            floor = _edge(source, num_sources, floor, max_key, target, largest, scale, True, BLOCK)
             after, _, _ = _weights(
-                base, size, floor + 1, floor + 1, floor + 1, largest, scale, True, BLOCK
+                source, num_sources, floor + 1, floor + 1, floor + 1, largest, scale, True, BLOCK
             )
             at, above, _ = _weights(
-                base, size, floor, floor + 1, floor + 1, largest, scale, False, BLOCK
+                source, num_sources, floor, floor + 1, floor + 1, largest, scale, False, BLOCK
             )
             num_ties = (at - above).to(tl.int32)
             one_tie = _mass(_value(floor), largest, scale)
@@ -160,7 +200,7 @@ def _keep_top_kernel(
             num_kept_ties = missing.to(tl.int32)
 
         if num_kept_ties == num_ties:
-            for start in tl.range(0, size, BLOCK):
+            for start in tl.range(0, size, BLOCK, num_stages=STAGES):
                 ids = start + lanes
                 is_dropped = _key(_load(base, ids, size)) < floor
                 tl.store(base + ids, float("-inf"), mask=is_dropped & (ids < size))
@@ -175,6 +215,56 @@ def _keep_top_kernel(
                 is_dropped = (keys < floor) | ((ties != 0) & (places > num_kept_ties))
                 tl.store(base + ids, float("-inf"), mask=is_dropped & (ids < size))
                 num_seen += tl.sum(ties, axis=0)
+
+
+@triton.jit
+def _low_key(lane_keys, num_wanted, max_key):
+    """Return a key that at least `num_wanted` lanes reach, as few more as a search soon finds."""
+    low = tl.full([], -(1 << 31), tl.int64)  # all lanes
+    high = max_key.to(tl.int64) + 1  # none
+    count = 1 << 30
+    while (count > num_wanted + num_wanted // 8) & (high - low > 1):
+        middle = (low + high) // 2
+        count_here = tl.sum((lane_keys >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        if count_here >= num_wanted:
+            low = middle
+            count = count_here
+        else:
+            high = middle
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _lane_counts(
+    base, size, low, floor, largest, scale, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Return how many tokens of each lane reach `low`, and the mass above `floor` and `low`."""
+    lanes = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+        values = _load(base, start + lanes, size)
+        keys = _key(values)
+        weights = _mass(values, largest, scale)
+        counts += (keys >= low).to(tl.int32)
+        total += tl.where(keys >= floor, weights, 0.0)
+        mass += tl.where(keys >= low, weights, 0.0)
+    return counts, tl.sum(total, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _gather(base, size, low, lane_counts, target, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Store the values that reach `low` one after another, those of a lane together."""
+    lanes = tl.arange(0, BLOCK)
+    places = tl.cumsum(lane_counts, axis=0) - lane_counts
+    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+        values = _load(base, start + lanes, size)
+        is_candidate = _key(values) >= low
+        tl.store(target + places, values, mask=is_candidate)
+        places += is_candidate.to(tl.int32)
+    # Other threads of this program read them next.
+    tl.debug_barrier()
 
 
 @triton.jit

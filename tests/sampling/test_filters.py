@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ KEEP_TOP = [keep_top_module.keep_top_reference]
 PENALTIES = [penalties_module.apply_penalties_reference]
 if HAS_TRITON:
     KEEP_TOP.append(keep_top_module.keep_top_triton)
+    # Several tokens a lane, and more candidates than are gathered in some rows.
+    KEEP_TOP.append(partial(keep_top_module.keep_top_triton, block=64, max_candidates=64))
     PENALTIES.append(penalties_module.apply_penalties_triton)
 
 
