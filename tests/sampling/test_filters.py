@@ -143,7 +143,7 @@ def test_any_small_row_is_filtered_like_a_sort(
     assert kept(row) == [expected]
 
 
-@pytest.mark.parametrize("keep_top", KEEP_TOP)
+@pytest.mark.parametrize("keep_top", KEEP_TOP[:2])
 def test_a_large_vocabulary_keeps_the_set_of_a_sort(keep_top):
     vocab = 151_936 if DEVICE == "cuda" else 20_011
     logits = make_logits(4, vocab, scale=2.0)
