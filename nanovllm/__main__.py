@@ -35,6 +35,7 @@ _ENGINE_HELP = {
     "enable_overlap": "launch a step before the last one's tokens are known; default: on CUDA",
     "device": "auto, cpu, cuda or cuda:N",
     "dtype": "auto, float32, bfloat16 or float16",
+    "kv_cache_dtype": "auto (the model's) or fp8, which holds twice the tokens of bfloat16",
     "attention_backend": "auto, triton, flash_attn or sdpa",
     "seed": "from which the seeds of requests derive that name none",
     "cpu_kvcache_space_gib": "size of the KV cache on a CPU, in GiB",

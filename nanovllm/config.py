@@ -18,6 +18,7 @@ from nanovllm.utils.checks import (
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -57,6 +58,7 @@ class Config:
     enable_overlap: bool | None = None  # None: on CUDA only
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"  # the model's; "fp8" is "fp8_e4m3"
     attention_backend: str = "auto"  # names are the registry's, in attention/backend.py
     seed: int = 0
     trust_remote_code: bool = False
@@ -93,6 +95,14 @@ class Config:
             advice="'auto' reads safetensors, 'dummy' draws random weights.",
         )
         check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        check_choice(
+            "kv_cache_dtype",
+            self.kv_cache_dtype,
+            KV_CACHE_DTYPES,
+            advice="'auto' is the model's dtype; 'fp8' halves the memory of a bfloat16 cache.",
+        )
+        if self.kv_cache_dtype == "fp8_e4m3":
+            checked["kv_cache_dtype"] = "fp8"
         if not isinstance(self.attention_backend, str):
             raise TypeError(
                 "attention_backend must be the name of a backend, such as 'auto' or 'sdpa', "

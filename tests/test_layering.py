@@ -24,7 +24,7 @@ LAYERS = [
     {"moe"},  # for sparse models; the core never imports it
     {"models"},
     {"engine"},
-    {"sampling"},  # more than temperature asks for: the engine loads it by name
+    {"sampling", "kv_calibration"},  # what options ask for: the engine loads it by name
     {"frontend"},  # text and requests; below it there are tokens only
     {"generation_defaults", "chat", "run_requests", "read_ahead"},
     {"lazy", "scoring"},
@@ -41,7 +41,7 @@ OPTIONAL_PACKAGES = {"flash_attn", "lm_eval", "matplotlib", "pandas", "pyarrow",
 
 # What a module below loads by name, on demand: the only names that may point upward.
 LOADED_ON_DEMAND = {
-    "nanovllm.engine.model_runner": {"nanovllm.sampling.redraw"},
+    "nanovllm.engine.model_runner": {"nanovllm.sampling.redraw", "nanovllm.kv_calibration"},
     "nanovllm.utils.loader": {"nanovllm.lora.merge"},
 }
 

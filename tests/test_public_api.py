@@ -86,6 +86,13 @@ def test_the_methods_of_llm():
         ({"cpu_kvcache_space_gib": 0}, ValueError, "cpu_kvcache_space_gib must be"),
         ({"cpu_kvcache_space_gib": 1e-9}, ValueError, "cpu_kvcache_space_gib=1e-09 holds no block"),
         ({"load_format": "pt"}, ValueError, "load_format must be one of 'auto', 'dummy'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ValueError, "'auto', 'fp8', 'fp8_e4m3', got 'fp8_e5m2'"),
+        ({"kv_cache_dtype": 8}, TypeError, "kv_cache_dtype must be one of 'auto'.*got 8"),
+        (
+            {"kv_cache_dtype": "fp8", "attention_backend": "flash_attn"},
+            ValueError,
+            "'flash_attn' cannot read kv_cache_dtype='fp8'. Pass attention_backend='auto'",
+        ),
         ({"enable_request_reordering": 0}, TypeError, "enable_request_reordering must be True"),
         ({"logprobs_mode": "x"}, ValueError, "logprobs_mode must be one of"),
         ({"tokenizer": "/no/such/place"}, ValueError, "'/no/such/place' is no directory"),

@@ -23,7 +23,10 @@ class AttentionBackend(Protocol):
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
         dtype: torch.dtype, device: torch.device, scale: float | None = None,
     ) -> None:  # fmt: skip
-        """Head counts are those of this rank; `scale` is head_dim**-0.5 unless given."""
+        """Head counts are those of this rank; `scale` is head_dim**-0.5 unless given.
+
+        dtype: the KV cache's
+        """
 
     def prepare(self, ctx: ForwardContext) -> Any:
         """Do what all layers share, once a step; the result becomes `ctx.attn_metadata`.
@@ -39,6 +42,7 @@ class AttentionBackend(Protocol):
         k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         v_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         ctx: ForwardContext,
+        kv_scale: torch.Tensor | None = None,  # [2, num_kv_heads] float32 for a cache in fp8
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], contiguous
         """Attend; rows whose seq_len is 0 give zeros."""
 

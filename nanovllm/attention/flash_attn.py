@@ -24,14 +24,14 @@ class FlashAttnBackend(TritonBackend):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor,
-        v_cache: torch.Tensor, ctx: ForwardContext,
+        v_cache: torch.Tensor, ctx: ForwardContext, kv_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         is_paged = ctx.has_cached_prefix
         # Small pages are not gathered for flash-attn: that copies every cached token once per row
         # and layer, also those that rows share. Our kernel reads them in place at a like speed.
         is_ours = ctx.is_decode or (is_paged and k_cache.shape[1] % _PAGE != 0)
         if is_ours or not flash_attn_fits(q.dtype, q.shape[2]):
-            return super().forward(q, k, v, k_cache, v_cache, ctx)
+            return super().forward(q, k, v, k_cache, v_cache, ctx, kv_scale)
         out: torch.Tensor = flash_attn_varlen_func(
             q,
             k_cache if is_paged else k,

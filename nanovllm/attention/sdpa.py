@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from nanovllm.kernels.paged_attention import dequantised, gather_pages
 from nanovllm.utils.context import ForwardContext
 
 # Decode gathers keys and values of a slice of rows; this bounds the slice's temporary memory.
@@ -28,19 +29,20 @@ class SdpaBackend:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor,
-        v_cache: torch.Tensor, ctx: ForwardContext,
+        v_cache: torch.Tensor, ctx: ForwardContext, kv_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if ctx.is_decode:
             return decode_attention(
-                q, k_cache, v_cache, ctx.block_tables, ctx.seq_lens, self._scale
+                q, k_cache, v_cache, ctx.block_tables, ctx.seq_lens, self._scale, kv_scale
             )
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         begin = 0
         for seq, (num_queries, seq_len) in enumerate(ctx.host_seqlens):
             end = begin + num_queries
-            if ctx.has_cached_prefix:
-                keys = gather_pages(k_cache, ctx.block_tables[seq], seq_len)
-                values = gather_pages(v_cache, ctx.block_tables[seq], seq_len)
+            # In fp8 never the fresh ones: answers must not depend on how prompts are cut.
+            if ctx.has_cached_prefix or kv_scale is not None:
+                pages = (ctx.block_tables[seq], seq_len, kv_scale, q.dtype)
+                keys, values = gather_pages(k_cache, 0, *pages), gather_pages(v_cache, 1, *pages)
             else:
                 keys, values = k[begin:end], v[begin:end]
             out[begin:end] = causal_attention(q[begin:end], keys, values, self._scale)
@@ -76,23 +78,15 @@ def causal_attention(
     return out[0].transpose(0, 1)
 
 
-def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return one sequence's entries in order, [seq_len, num_kv_heads, head_dim].
-
-    cache: [num_blocks, block_size, num_kv_heads, head_dim], block_table: [max_blocks] int32
-    """
-    num_blocks = -(-seq_len // cache.shape[1])
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
-
-
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, scale: float,
+    seq_lens: torch.Tensor, scale: float, kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
 
     q: [num_seqs, num_heads, head_dim], k_cache, v_cache: [num_blocks, block_size, num_kv_heads,
-    head_dim], block_tables: [num_seqs, max_blocks] int32, seq_lens: [num_seqs] int32, 0 = padding
+    head_dim], block_tables: [num_seqs, max_blocks] int32, seq_lens: [num_seqs] int32, 0 = padding,
+    kv_scale: [2, num_kv_heads] float32 for a cache in fp8
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     max_len = int(seq_lens.max()) if len(seq_lens) else 0
@@ -102,14 +96,14 @@ def decode_attention(
     for begin in range(0, len(q), num_rows):
         rows = slice(begin, begin + num_rows)
         out[rows] = _decode_slice(
-            q[rows], k_cache, v_cache, block_tables[rows], seq_lens[rows].long(), scale
+            q[rows], k_cache, v_cache, block_tables[rows], seq_lens[rows].long(), scale, kv_scale
         )
     return out
 
 
 def _decode_slice(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, scale: float,
+    seq_lens: torch.Tensor, scale: float, kv_scale: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     num_seqs, num_heads = q.shape[:2]
@@ -128,8 +122,8 @@ def _decode_slice(
     out = scaled_dot_product_attention(
         # The heads that share a kv head become its queries, so nothing is repeated.
         q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
+        dequantised(keys, 0, kv_scale, q.dtype).transpose(1, 2),
+        dequantised(values, 1, kv_scale, q.dtype).transpose(1, 2),
         attn_mask=(is_valid | is_padding)[:, None, None, :],
         scale=scale,
     )

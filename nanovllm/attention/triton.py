@@ -33,12 +33,13 @@ class TritonBackend:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor,
-        v_cache: torch.Tensor, ctx: ForwardContext,
+        v_cache: torch.Tensor, ctx: ForwardContext, kv_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         caches = (k_cache, v_cache, ctx.block_tables, ctx.seq_lens)
         if ctx.is_decode:
-            return paged_attention_triton(q, *caches, self._scale, ctx.attn_metadata)
+            return paged_attention_triton(q, *caches, self._scale, ctx.attn_metadata, kv_scale)
         # Also where nothing is cached before: reading K and V back from their pages took 0.36 ms
         # for 16 x 1024 tokens on an H200, flash-attn 0.41 and torch's varlen_attn 0.52.
         assert ctx.cu_seqlens_q is not None, "prefill steps carry it"
-        return paged_prefill_triton(q, *caches, ctx.cu_seqlens_q, ctx.max_seqlen_q, self._scale)
+        queries = (ctx.cu_seqlens_q, ctx.max_seqlen_q)
+        return paged_prefill_triton(q, *caches, *queries, self._scale, kv_scale)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.step import Column, PrefillWork
+from nanovllm.utils.context import ForwardContext
 
 _Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _NUM_BUFFERS = 3  # one more than steps in flight, so that no copy is overtaken
@@ -101,6 +102,35 @@ def blank_prefill(lengths: np.ndarray) -> PrefillColumns[np.ndarray]:
         sampled_tokens=ends[1:] - 1,
         prompt_places=none,
         prompt_targets=none,
+    )
+
+
+def prefill_context(
+    columns: PrefillColumns[np.ndarray], on_device: PrefillColumns[torch.Tensor],
+    rows: torch.Tensor, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None,
+) -> ForwardContext:  # fmt: skip
+    """Say to the layers where a prefill step's tokens live; `attn_metadata` is not set.
+
+    rows: [num_rows, row_width] int32, the device's
+    """
+    num_query = np.diff(columns.cu_seqlens_q)
+    max_seqlen_k = int(columns.seq_lens.max())
+    first, num_blocks = int(Column.BLOCK_TABLE), -(-max_seqlen_k // kv_cache.shape[3])
+    return ForwardContext(
+        kv_cache=kv_cache,
+        is_decode=False,
+        slot_mapping=on_device.slots.long(),
+        block_tables=rows[on_device.rows, first : first + num_blocks],
+        seq_lens=on_device.seq_lens,
+        kv_scales=kv_scales,
+        cu_seqlens_q=on_device.cu_seqlens_q,
+        cu_seqlens_k=on_device.cu_seqlens_k,
+        max_seqlen_q=int(num_query.max()),
+        max_seqlen_k=max_seqlen_k,
+        # A chunk that is not its sequence's first reads what an earlier step, or a row of this
+        # one, wrote.
+        has_cached_prefix=bool((columns.seq_lens > num_query).any()),
+        host_seqlens=tuple(zip(num_query.tolist(), columns.seq_lens.tolist(), strict=True)),
     )
 
 

@@ -33,6 +33,7 @@ from nanovllm.engine.model_inputs import (
     Uploader,
     blank_prefill,
     prefill_columns,
+    prefill_context,
 )
 from nanovllm.engine.step import Column, SchedulerOutput, row_width
 from nanovllm.engine.step_handle import OutputBuffers, StepHandle, StepLogprobs, TokenLogprobs
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 # What temperature alone does not need: loaded by name, since the core works without it.
 _REDRAW = "nanovllm.sampling.redraw"
+_CALIBRATION = "nanovllm.kv_calibration"  # for kv_cache_dtype="fp8" only, likewise
 
 
 class ModelRunner:
@@ -75,7 +77,13 @@ class ModelRunner:
         self._free_at_start = device_memory(device)[0] if self._is_cuda else 0
         self._block_size = config.kvcache_block_size
         self._max_num_blocks_per_seq = -(-max_model_len // self._block_size)
+        self._max_model_len = max_model_len
         num_kv_heads = max(1, model_config.num_kv_heads // parallel.tp_size)
+        is_fp8 = config.kv_cache_dtype == "fp8"
+        dims = (model_config.num_layers, self._block_size, num_kv_heads, model_config.head_dim)
+        self._kv_shape = KVCacheShape(*dims, torch.float8_e4m3fn if is_fp8 else dtype)
+        scales = torch.ones((model_config.num_layers, 2, num_kv_heads), device=device)
+        self._kv_scales = scales if is_fp8 else None
         backend_class = get_backend(
             config.attention_backend,
             device=device,
@@ -88,13 +96,10 @@ class ModelRunner:
             num_kv_heads=num_kv_heads,
             head_dim=model_config.head_dim,
             max_num_seqs=config.max_num_seqs,
-            dtype=dtype,
+            dtype=self._kv_shape.dtype,
             device=device,
         )
         self._can_capture = self._is_cuda and self._backend.is_capturable
-        self._kv_shape = KVCacheShape(
-            model_config.num_layers, self._block_size, num_kv_heads, model_config.head_dim, dtype
-        )
         self._model = get_model_class(model_config.architecture)(
             model_config,
             parallel=parallel,
@@ -148,7 +153,16 @@ class ModelRunner:
         self._allocate_cache()
         return self._num_blocks
 
+    @torch.inference_mode()
+    def calibrate(self) -> None:
+        """Fit the scales of a cache in fp8 to the weights as they are now, in place."""
+        if self._kv_scales is not None:
+            import_module(_CALIBRATION).calibrate(
+                self._kv_scales, self._kv_shape, self._model, self._backend, self._max_model_len
+            )
+
     def _allocate_cache(self) -> None:
+        self.calibrate()
         self._kv_cache = self._kv_shape.allocate(self._num_blocks, self._device)
         if self._can_capture and not self._config.enforce_eager:
             num_rows = self._config.max_num_seqs
@@ -311,25 +325,7 @@ class ModelRunner:
             log-probabilities of prompt tokens, with the `num_top` likeliest
         """
         on_device = PrefillColumns[torch.Tensor](*tensors)
-        num_query = np.diff(columns.cu_seqlens_q)
-        max_seqlen_k = int(columns.seq_lens.max())
-        num_blocks = -(-max_seqlen_k // self._block_size)
-        first = int(Column.BLOCK_TABLE)
-        ctx = ForwardContext(
-            kv_cache=self._kv_cache,
-            is_decode=False,
-            slot_mapping=on_device.slots.long(),
-            block_tables=self._rows[on_device.rows, first : first + num_blocks],
-            seq_lens=on_device.seq_lens,
-            cu_seqlens_q=on_device.cu_seqlens_q,
-            cu_seqlens_k=on_device.cu_seqlens_k,
-            max_seqlen_q=int(num_query.max()),
-            max_seqlen_k=max_seqlen_k,
-            # A chunk that is not its sequence's first reads what an earlier step, or a row of this
-            # one, wrote.
-            has_cached_prefix=bool((columns.seq_lens > num_query).any()),
-            host_seqlens=tuple(zip(num_query.tolist(), columns.seq_lens.tolist(), strict=True)),
-        )
+        ctx = prefill_context(columns, on_device, self._rows, self._kv_cache, self._kv_scales)
         ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
         hidden = self._model(on_device.token_ids, on_device.positions, ctx)
         of_prompts: list[TokenLogprobs] = []
@@ -340,7 +336,7 @@ class ModelRunner:
         num_sampled = len(columns.sampled_rows)
         token_ids = self._token_ids[:num_sampled]
         if num_sampled:
-            rows = self._rows[on_device.sampled_rows, :first]
+            rows = self._rows[on_device.sampled_rows, : Column.BLOCK_TABLE]
             logits = self._model.compute_logits(
                 hidden[on_device.sampled_tokens], out=self._logits[:num_sampled]
             )
@@ -369,6 +365,7 @@ class ModelRunner:
             slot_mapping=inputs.slots,
             block_tables=rows[:, first:],
             seq_lens=inputs.seq_lens,
+            kv_scales=self._kv_scales,
         )
         ctx = replace(ctx, attn_metadata=self._backend.prepare(ctx))
         hidden = self._model(inputs.input_ids, inputs.positions, ctx)

@@ -17,7 +17,12 @@ from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import SamplingFeature, SchedulerOutput
 from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
-from nanovllm.frontend.start_up import check_ranks, memory_errors_named, prefix_root
+from nanovllm.frontend.start_up import (
+    check_kv_cache,
+    check_ranks,
+    memory_errors_named,
+    prefix_root,
+)
 from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
@@ -57,6 +62,7 @@ class LLMEngine:
             )
         device = resolve_device(config.device)
         check_ranks(model_config, config.tensor_parallel_size, device)
+        check_kv_cache(config, device)
         root_hash = prefix_root(config, model_config, directory)
         overlap = config.enable_overlap
         self._enable_overlap = device.type == "cuda" if overlap is None else overlap
@@ -228,6 +234,7 @@ class LLMEngine:
         is_alone = self.config.tensor_parallel_size == 1
         for part in [checked] if is_alone else weight_parts(checked):
             self._executor.call("load_weights", part)
+        self._executor.call("calibrate")
         self.scheduler.blocks.reset_prefix_index()
 
     def sleep(self, level: int) -> None:

@@ -49,6 +49,24 @@ def prefix_root(config: Config, model: ModelConfig, model_dir: Path) -> int:
     return int(adapter_digest(config.lora)[:16], 16)
 
 
+def check_kv_cache(config: Config, device: torch.device) -> None:
+    """Raise a ValueError where a KV cache in fp8 is asked for and cannot be had."""
+    if config.kv_cache_dtype != "fp8":
+        return
+    if config.attention_backend == "flash_attn":
+        raise ValueError(
+            "attention_backend='flash_attn' cannot read kv_cache_dtype='fp8'. "
+            "Pass attention_backend='auto', or leave kv_cache_dtype out."
+        )
+    if device.type == "cuda" and config.attention_backend != "sdpa":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later, this one "
+                f"has {capability[0]}.{capability[1]}. Leave it out."
+            )
+
+
 @contextmanager
 def memory_errors_named(config: Config) -> Iterator[None]:
     """Turn what an allocator raises into a MemoryError that names the options to lower."""

@@ -6,7 +6,7 @@ write their output; of a row with several, the part that finishes last merges th
 
 import torch
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.decode_plan import ITEM_WIDTH, DecodeWork
 
 _LOG2_E = 1.4426950408889634
@@ -15,27 +15,61 @@ _LOG2_E = 1.4426950408889634
 def paged_attention_reference(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As `paged_attention`, row by row and in float32; `work` is not used."""
-    block_size = k_cache.shape[1]
+    """As `paged_attention_triton`, row by row and in float32; `work` is not used."""
     group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for row, seq_len in enumerate(seq_lens.tolist()):
         if seq_len == 0:
             continue
-        blocks = block_tables[row, : -(-seq_len // block_size)].long()
-        keys = k_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
-        values = v_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        pages = (block_tables[row], seq_len, kv_scale)
+        keys = gather_pages(k_cache, 0, *pages).repeat_interleave(group, dim=1)
+        values = gather_pages(v_cache, 1, *pages).repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
         out[row] = torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), values).to(q.dtype)
     return out
 
 
+def gather_pages(
+    cache: torch.Tensor, index: int, block_table: torch.Tensor, seq_len: int,
+    kv_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
+    """Return one sequence's keys (index 0) or values (1), [seq_len, num_kv_heads, head_dim].
+
+    cache: [num_blocks, block_size, num_kv_heads, head_dim], block_table: [max_blocks] int32
+    """
+    num_blocks = -(-seq_len // cache.shape[1])
+    tokens = cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    return dequantised(tokens, index, kv_scale, dtype)
+
+
+def dequantised(
+    x: torch.Tensor, index: int, kv_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return keys (index 0) or values (1) out of a cache as values to compute with, x's shape.
+
+    x: [..., num_kv_heads, head_dim], kv_scale: [2, num_kv_heads] float32 if the cache is fp8
+    """
+    # Scales are powers of two, so nothing is rounded.
+    return x.to(dtype) if kv_scale is None else x.to(dtype) * kv_scale[index, :, None].to(dtype)
+
+
 def paged_attention_triton(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As `paged_attention`; `work` must have been cut from these `seq_lens`."""
+    """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
+
+    Args:
+        q: [num_seqs, num_heads, head_dim], rows may be strided
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
+        block_tables: [num_seqs, max_blocks] int32, rows may be strided
+        seq_lens: [num_seqs] int32, may be strided; 0 marks a padding row, whose output is zeros
+        work: cut from these seq_lens; the partial results of its plan are overwritten
+        kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
+    """
     assert work is not None, "the kernel takes its work from the list"
     plan = work.plan
     num_seqs, num_heads, head_dim = q.shape
@@ -50,7 +84,7 @@ def paged_attention_triton(
     _decode_kernel[(num_kv_heads, plan.max_items(num_seqs))](
         q, k_cache, v_cache, block_tables, out,
         work.items, work.num_items, plan.num_done, plan.partial_out, plan.partial_lse,
-        q.stride(0), block_tables.stride(0), *k_cache.stride()[:3], scale * _LOG2_E,
+        q.stride(0), block_tables.stride(0), *k_cache.stride()[:3], scale * _LOG2_E, kv_scale,
         GROUP=group, HEAD_DIM=head_dim, PAGE=k_cache.shape[1], TILE=tuning.tile,
         ITEM_WIDTH=ITEM_WIDTH,
         # The tensor cores' smallest tile has 16 rows; what is above `group` is padding.
@@ -64,29 +98,13 @@ def paged_attention_triton(
     return out
 
 
-def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
-) -> torch.Tensor:  # fmt: skip
-    """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
-
-    Args:
-        q: [num_seqs, num_heads, head_dim], rows may be strided
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
-        block_tables: [num_seqs, max_blocks] int32, rows may be strided
-        seq_lens: [num_seqs] int32, may be strided; 0 marks a padding row, whose output is zeros
-        work: cut from these seq_lens; the partial results of its plan are overwritten
-    """
-    function = paged_attention_triton if use_triton(q) else paged_attention_reference
-    return function(q, k_cache, v_cache, block_tables, seq_lens, scale, work)
-
-
 @triton.jit
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, out,
     items, num_items, num_done, partial_out, partial_lse,
     stride_q, stride_table, stride_block, stride_token, stride_head,
     scale,  # in log2 units
+    kv_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     ITEM_WIDTH: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_PARTS: tl.constexpr,
@@ -113,6 +131,11 @@ def _decode_kernel(
     is_head = heads < GROUP
     head_offsets = (kv_head * GROUP + heads) * HEAD_DIM + dims
     q_tile = tl.load(q + row.to(tl.int64) * stride_q + head_offsets, mask=is_head, other=0.0)
+    if kv_scale is not None:
+        scale *= tl.load(kv_scale + kv_head)
+        if q_tile.dtype != tl.float32:
+            # e4m3 becomes float16 in one instruction, and exactly; so do p and any sane q.
+            q_tile = q_tile.to(tl.float16)
     k_head = k_cache + kv_head * stride_head + dims
     v_head = v_cache + kv_head * stride_head + dims
     table = block_tables + row.to(tl.int64) * stride_table
@@ -129,14 +152,18 @@ def _decode_kernel(
         offsets = blocks.to(tl.int64) * stride_block + (tokens % PAGE) * stride_token
         # Masked, as unwritten cache may hold NaN, and 0 * NaN is NaN.
         is_token = tokens < end
-        keys = tl.load(k_head + offsets[:, None], mask=is_token[:, None], other=0.0)
+        keys = tl.load(k_head + offsets[:, None], mask=is_token[:, None], other=0.0).to(
+            q_tile.dtype
+        )
         scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale
         scores = tl.where(is_token[None, :], scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_max[:, None])
         decay = tl.exp2(max_score - new_max)
         total = total * decay + tl.sum(weights, axis=1)
-        values = tl.load(v_head + offsets[:, None], mask=is_token[:, None], other=0.0)
+        values = tl.load(v_head + offsets[:, None], mask=is_token[:, None], other=0.0).to(
+            q_tile.dtype
+        )
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         max_score = new_max
@@ -144,6 +171,8 @@ def _decode_kernel(
     if PDL:
         # Not earlier: waiting programs of the next kernel would take room from those that read.
         tl.extra.cuda.gdc_launch_dependents()
+    if kv_scale is not None:
+        acc *= tl.load(kv_scale + num_kv_heads + kv_head)
     # A padding row has no tokens: 0 / 1.
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_row = out + row.to(tl.int64) * (num_kv_heads * GROUP * HEAD_DIM)

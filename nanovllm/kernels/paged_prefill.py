@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton, use_triton
-from nanovllm.kernels.paged_attention import block_ids
+from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels.paged_attention import block_ids, gather_pages
 
 _LOG2_E = 1.4426950408889634
 
@@ -11,18 +11,18 @@ _LOG2_E = 1.4426950408889634
 def paged_prefill_reference(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As `paged_prefill`, sequence by sequence and in float32."""
-    block_size = k_cache.shape[1]
+    """As `paged_prefill_triton`, sequence by sequence and in float32."""
     group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     edges = cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(seq_lens.tolist()):
         chunk = slice(edges[seq], edges[seq + 1])
         num_queries = chunk.stop - chunk.start
-        blocks = block_tables[seq, : -(-seq_len // block_size)].long()
-        keys = k_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
-        values = v_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        pages = (block_tables[seq], seq_len, kv_scale)
+        keys = gather_pages(k_cache, 0, *pages).repeat_interleave(group, dim=1)
+        values = gather_pages(v_cache, 1, *pages).repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,lhd->hql", q[chunk].float(), keys) * scale
         positions = torch.arange(seq_len, device=q.device)
         is_hidden = positions > positions[seq_len - num_queries :, None]
@@ -33,10 +33,24 @@ def paged_prefill_reference(
 
 def paged_prefill_triton(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float, *,
+    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float,
+    kv_scale: torch.Tensor | None = None, *,
     blocks: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As `paged_prefill`. `blocks` (queries, keys, warps, stages) is for tuning."""
+    """Attend causally from packed chunks to their sequences, [num_tokens, num_heads, head_dim].
+
+    A chunk's queries are the last tokens of its `seq_len`. Rows of q after the last chunk come out
+    undefined.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], rows may be strided
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the chunks' included
+        block_tables: [num_seqs, max_blocks] int32, rows may be strided
+        seq_lens: [num_seqs] int32, may be strided
+        cu_seqlens_q: [num_seqs + 1] int32
+        kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
+        blocks: (queries, keys, warps, stages) of a program, for tuning
+    """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     assert q.stride(2) == 1 and q.stride(1) == head_dim, "heads of a row must be contiguous"
@@ -52,7 +66,7 @@ def paged_prefill_triton(
     _prefill_kernel[(num_heads, num_blocks, len(seq_lens))](
         q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out,
         q.stride(0), block_tables.stride(0), seq_lens.stride(0), *k_cache.stride()[:3],
-        scale * _LOG2_E, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        scale * _LOG2_E, kv_scale, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         PAGE=k_cache.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=num_warps, num_stages=num_stages,
@@ -74,32 +88,13 @@ def default_blocks(
     return (128, 32, 8, 2)
 
 
-def paged_prefill(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    """Attend causally from packed chunks to their sequences, [num_tokens, num_heads, head_dim].
-
-    A chunk's queries are the last tokens of its `seq_len`. Rows of q after the last chunk come out
-    undefined.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], rows may be strided
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the chunks' included
-        block_tables: [num_seqs, max_blocks] int32, rows may be strided
-        seq_lens: [num_seqs] int32, may be strided
-        cu_seqlens_q: [num_seqs + 1] int32
-    """
-    function = paged_prefill_triton if use_triton(q) else paged_prefill_reference
-    return function(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
-
-
 # The table's width follows the longest sequence: specialising on it would only compile more often.
 @triton.jit(do_not_specialize=["stride_table"])
 def _prefill_kernel(
     q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out,
     stride_q, stride_table, stride_seq_lens, stride_block, stride_token, stride_head,
     scale,  # in log2 units
+    kv_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +114,13 @@ def _prefill_kernel(
     is_row = (rows < num_queries)[:, None]
     row_ids = (chunk_begin + rows).to(tl.int64)[:, None]
     q_tile = tl.load(q + row_ids * stride_q + head * HEAD_DIM + dims, mask=is_row, other=0.0)
-    k_head = k_cache + (head // GROUP) * stride_head + dims
-    v_head = v_cache + (head // GROUP) * stride_head + dims
+    kv_head = head // GROUP
+    if kv_scale is not None:
+        scale *= tl.load(kv_scale + kv_head)
+        if q_tile.dtype != tl.float32:
+            q_tile = q_tile.to(tl.float16)  # as in decode
+    k_head = k_cache + kv_head * stride_head + dims
+    v_head = v_cache + kv_head * stride_head + dims
     table = block_tables + seq.to(tl.int64) * stride_table
 
     positions = seq_len - num_queries + rows
@@ -139,8 +139,10 @@ def _prefill_kernel(
         acc, total, max_score, q_tile, k_head, v_head, table, positions, masked_begin, end, seq_len,
         stride_block, stride_token, scale, PAGE, BLOCK_N, PRECISION, IS_MASKED=True,
     )  # fmt: skip
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
     num_heads = tl.num_programs(0)
+    if kv_scale is not None:
+        acc *= tl.load(kv_scale + num_heads // GROUP + kv_head)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + (row_ids * num_heads + head) * HEAD_DIM + dims, result, mask=is_row)
 
 
@@ -161,6 +163,7 @@ def _attend(
             keys = tl.load(k_head + offsets[:, None], mask=is_token, other=0.0)
         else:
             keys = tl.load(k_head + offsets[:, None])
+        keys = keys.to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale
         if IS_MASKED:
             scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
@@ -173,6 +176,7 @@ def _attend(
             values = tl.load(v_head + offsets[:, None], mask=is_token, other=0.0)
         else:
             values = tl.load(v_head + offsets[:, None])
+        values = values.to(q_tile.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         max_score = new_max
     return acc, total, max_score

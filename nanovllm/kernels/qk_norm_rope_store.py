@@ -4,13 +4,14 @@ import torch
 
 from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import rms_norm_reference
-from nanovllm.kernels.store_kv import store_kv
+from nanovllm.kernels.store_kv import store_kv, to_e4m3_range
 
 
 def qk_norm_rope_store(
     qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
     cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Norm (if there are weights) and rotate q and k in place, then store k and v.
 
@@ -21,6 +22,7 @@ def qk_norm_rope_store(
         positions: [num_tokens] int64 or int32
         slots: [num_tokens] int64, -1 is not stored
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in place
+        kv_scale: [2, num_kv_heads] float32, as `store_kv` has it, for an fp8 cache
     """
     # The kernel's tiles are powers of two. Other head sizes rotate in torch (no host sync, so a
     # graph can capture it) and store with `store_kv`, which takes any size.
@@ -28,7 +30,7 @@ def qk_norm_rope_store(
     kernel = qk_norm_rope_store_triton if use_triton(qkv) and has_tile else None
     (kernel or qk_norm_rope_store_reference)(
         qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, num_heads,
-        num_kv_heads, head_dim,
+        num_kv_heads, head_dim, kv_scale,
     )  # fmt: skip
 
 
@@ -36,6 +38,7 @@ def qk_norm_rope_store_reference(
     qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
     cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Plain torch form of `qk_norm_rope_store`."""
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
@@ -46,13 +49,14 @@ def qk_norm_rope_store_reference(
         normed = x if weight is None else rms_norm_reference(x, weight, eps)
         first, second = normed.float().chunk(2, dim=-1)
         x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-    store_kv(k, v, k_cache, v_cache, slots)
+    store_kv(k, v, k_cache, v_cache, slots, kv_scale)
 
 
 def qk_norm_rope_store_triton(
     qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
     cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Triton form of `qk_norm_rope_store`: a program takes a group of one token's heads."""
     num_tokens = qkv.shape[0]
@@ -67,7 +71,7 @@ def qk_norm_rope_store_triton(
     q_groups, kv_groups = triton.cdiv(num_heads, group), triton.cdiv(num_kv_heads, group)
     _qk_norm_rope_store_kernel[(num_tokens, q_groups + 2 * kv_groups)](
         qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps,
-        cos_sin, positions, slots, k_cache, v_cache,
+        cos_sin, positions, slots, k_cache, v_cache, kv_scale,
         qkv.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
         Q_GROUPS=q_groups, KV_GROUPS=kv_groups, HAS_NORM=q_weight is not None,
@@ -77,7 +81,7 @@ def qk_norm_rope_store_triton(
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache,
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, kv_scale,
     qkv_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr, Q_GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr,
@@ -98,9 +102,13 @@ def _qk_norm_rope_store_kernel(
         whole = tl.arange(0, HEAD_DIM)[None, :]
         mask = heads < NUM_KV_HEADS
         source = row + (NUM_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM + whole
-        value = tl.load(source, mask=mask, other=0.0).to(v_cache.dtype.element_ty)
+        value = tl.load(source, mask=mask, other=0.0)
+        if kv_scale is not None:
+            scale = tl.load(kv_scale + NUM_KV_HEADS + heads, mask=mask, other=1.0)
+            value = to_e4m3_range(value, scale)
         if cache_row >= 0:
-            tl.store(v_cache + cache_row + heads * HEAD_DIM + whole, value, mask=mask)
+            target = v_cache + cache_row + heads * HEAD_DIM + whole
+            tl.store(target, value.to(v_cache.dtype.element_ty), mask=mask)
         return
 
     is_key = group >= Q_GROUPS
@@ -132,6 +140,10 @@ def _qk_norm_rope_store_kernel(
     new_second = (second * cos + first * sin).to(qkv.dtype.element_ty)
     tl.store(pointers, new_first, mask=mask)
     tl.store(pointers + HALF, new_second, mask=mask)
+    if kv_scale is not None:
+        scale = tl.load(kv_scale + heads, mask=heads < NUM_KV_HEADS, other=1.0)
+        new_first = to_e4m3_range(new_first, scale)
+        new_second = to_e4m3_range(new_second, scale)
     if is_key & (cache_row >= 0):
         target = k_cache + cache_row + heads * HEAD_DIM + columns
         tl.store(target, new_first.to(k_cache.dtype.element_ty), mask=mask)

@@ -69,23 +69,15 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         k_cache, v_cache = ctx.kv_cache[0, self.layer_id], ctx.kv_cache[1, self.layer_id]
+        kv_scale = None if ctx.kv_scales is None else ctx.kv_scales[self.layer_id]
         qkv = self.qkv_proj(hidden)
         qk_norm_rope_store(  # in place: q and k in qkv are normed and rotated after it
-            qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            cos_sin,
-            positions,
-            ctx.slot_mapping,
-            k_cache,
-            v_cache,
-            num_heads,
-            num_kv_heads,
-            self.head_dim,
-        )
+            qkv, None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight, self.eps, cos_sin, positions,
+            ctx.slot_mapping, k_cache, v_cache, num_heads, num_kv_heads, self.head_dim, kv_scale,
+        )  # fmt: skip
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        out = self._backend.forward(q, k, v, k_cache, v_cache, ctx)
+        out = self._backend.forward(q, k, v, k_cache, v_cache, ctx, kv_scale)
         projected: torch.Tensor = self.o_proj.partials(out.reshape(-1, num_heads * self.head_dim))
         return projected

@@ -24,6 +24,8 @@ class ForwardContext:
     )  # [num_tokens] int64, block_id * block_size + offset; -1 is not stored
     block_tables: torch.Tensor  # [num_seqs, max_blocks] int32, last dim contiguous
     seq_lens: torch.Tensor  # [num_seqs] int32, KV entries attended, this step's included
+    # [num_layers, 2, num_kv_heads] float32, what K and V in an fp8 cache are multiplied by
+    kv_scales: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None  # [num_seqs + 1] int32, prefill only
     cu_seqlens_k: torch.Tensor | None = None  # [num_seqs + 1] int32, prefill only
     max_seqlen_q: int = 1

@@ -25,7 +25,15 @@ class Case:
     """A filled cache of one layer, with NaN wherever no token of a row lies."""
 
     def __init__(
-        self, lens, *, heads=(2, 1), head_dim=64, block_size=16, dtype=torch.float32, seed=0
+        self,
+        lens,
+        *,
+        heads=(2, 1),
+        head_dim=64,
+        block_size=16,
+        dtype=torch.float32,
+        seed=0,
+        is_fp8=False,
     ):
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.head_dim, self.dtype = heads, head_dim, dtype
@@ -45,6 +53,15 @@ class Case:
                         used, heads[1], head_dim, generator=generator
                     ).to(dtype)
         rows = rows.to(DEVICE)
+        self.kv_scale = None
+        if is_fp8:  # another scale for each head, and values up to about 400
+            exponents = torch.randint(-7, -5, (2, heads[1]), generator=generator)
+            self.kv_scale = exponents.float().exp2()
+            caches = [
+                (cache / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+                for cache, scale in zip(caches, self.kv_scale, strict=True)
+            ]
+            self.kv_scale = self.kv_scale.to(DEVICE)
         self.k_cache, self.v_cache = (cache.to(DEVICE) for cache in caches)
         self.seq_lens, self.block_tables = rows[: len(lens), 1], rows[: len(lens), 2:]
         qkv = torch.randn(len(lens), heads[0] + 2, head_dim, generator=generator)
@@ -56,14 +73,14 @@ class Case:
             num_kv_heads=self.heads[1],
             head_dim=self.head_dim,
             max_num_seqs=max_num_seqs or len(self.seq_lens),
-            dtype=self.dtype,
+            dtype=self.k_cache.dtype,
             device=DEVICE,
             tuning=tuning,
         )
 
     def arguments(self, work):
         tensors = (self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
-        return *tensors, self.head_dim**-0.5, work
+        return *tensors, self.head_dim**-0.5, work, self.kv_scale
 
     def check(self, plan):
         expected = paged_attention_reference(*self.arguments(None))
@@ -104,6 +121,26 @@ def test_every_group_size_matches_the_reference(heads):
 def test_head_dims_and_dtypes_match_the_reference(head_dim, dtype):
     case = Case([70, 1], head_dim=head_dim, dtype=dtype, block_size=32)
     case.check(case.plan(tuning=default_tuning(head_dim, dtype, 8)))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (8, 2), (20, 1)], ids=str)
+def test_fp8_in_every_group_size_matches_the_reference(heads):
+    case = Case([50, 0, 3, 17], heads=heads, is_fp8=True)
+    case.check(case.plan())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fp8_in_head_dims_and_dtypes_matches_the_reference(head_dim, dtype):
+    case = Case([150, 1], heads=(4, 2), head_dim=head_dim, dtype=dtype, block_size=64, is_fp8=True)
+    for num_seqs in (1, 128):
+        case.check(case.plan(tuning=default_tuning(head_dim, torch.float8_e4m3fn, num_seqs)))
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_fp8_in_pages_smaller_and_larger_than_a_tile_matches_the_reference(block_size):
+    case = Case([260, 17], block_size=block_size, is_fp8=True)
+    case.check(case.plan(tuning=DecodeTuning(tile=64)))
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 256])

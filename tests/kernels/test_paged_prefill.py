@@ -19,7 +19,16 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SMALL = (16, 16, 4, 2)
 
 
-def check(chunks, *, heads=(2, 1), head_dim=64, block_size=16, dtype=torch.float32, blocks=SMALL):
+def check(
+    chunks,
+    *,
+    heads=(2, 1),
+    head_dim=64,
+    block_size=16,
+    dtype=torch.float32,
+    blocks=SMALL,
+    is_fp8=False,
+):
     """Compare on a cache that holds NaN wherever no token lies. chunks: (num_queries, seq_len)."""
     generator = torch.Generator().manual_seed(0)
 
@@ -38,6 +47,14 @@ def check(chunks, *, heads=(2, 1), head_dim=64, block_size=16, dtype=torch.float
             rows[row, 2 + index] = block
             for cache in (k_cache, v_cache):
                 cache[block, :used] = random(used, heads[1], head_dim)
+    kv_scale = None
+    if is_fp8:  # another scale for each head, and values up to about 400
+        kv_scale = torch.randint(-7, -5, (2, heads[1]), generator=generator).float().exp2()
+        k_cache, v_cache = (
+            (cache / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for cache, scale in zip((k_cache, v_cache), kv_scale, strict=True)
+        )
+        kv_scale = kv_scale.to(DEVICE)
     edges = torch.tensor([0] + [count for count, _ in chunks]).cumsum(0).to(torch.int32)
     q = random(int(edges[-1]), heads[0] + 2, head_dim).to(DEVICE)[:, : heads[0]]
     rows = rows.to(DEVICE)
@@ -50,6 +67,7 @@ def check(chunks, *, heads=(2, 1), head_dim=64, block_size=16, dtype=torch.float
         edges.to(DEVICE),
         max(count for count, _ in chunks),
         head_dim**-0.5,
+        kv_scale,
     )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
@@ -91,3 +109,15 @@ def test_head_dims_and_dtypes_match_the_reference_with_default_blocks(head_dim, 
 @pytest.mark.parametrize("blocks", [(16, 64, 4, 2), (32, 16, 4, 2)], ids=str)
 def test_pages_smaller_and_larger_than_a_tile_match_the_reference(block_size, blocks):
     check([(40, 300), (9, 9)], block_size=block_size, blocks=blocks)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (16, 1)], ids=str)
+def test_fp8_in_every_group_size_matches_the_reference(heads):
+    check([(18, 40), (3, 3), (1, 50)], heads=heads, is_fp8=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fp8_in_head_dims_and_dtypes_matches_the_reference(head_dim, dtype):
+    options = {"heads": (4, 2), "head_dim": head_dim, "dtype": dtype, "block_size": 64}
+    check([(70, 90), (1, 65)], blocks=None, is_fp8=True, **options)

@@ -95,6 +95,25 @@ def test_triton_matches_the_reference(heads, dtype, has_norm):
 
 
 @needs_triton
+@pytest.mark.parametrize("heads", [(4, 2, 16), (16, 8, 128), (6, 3, 64), (4, 1, 256)], ids=str)
+def test_triton_stores_fp8_as_the_reference_does(heads):
+    inputs = make_inputs(3, heads)
+    for name in ("k_cache", "v_cache"):
+        inputs[name] = inputs[name].to(torch.float8_e4m3fn)
+    # Another scale a head; the last ones make values saturate.
+    exponents = -torch.linspace(5, 9, 2 * heads[1], device=DEVICE).round()
+    inputs["kv_scale"] = exponents.exp2().view(2, -1)
+    actual = outputs(qk_norm_rope_store_triton, inputs)
+    expected = outputs(qk_norm_rope_store_reference, inputs)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-5)
+    # A key that differs in its last bit may round to the neighbour.
+    torch.testing.assert_close(actual[1].float(), expected[1].float(), rtol=2**-3, atol=2**-9)
+    assert (actual[1].float() != expected[1].float()).sum() <= 2
+    assert torch.equal(actual[2].float(), expected[2].float())
+    assert (actual[2].float().abs() == 448).any() and (actual[2].float() == -7).any()
+
+
+@needs_triton
 def test_triton_takes_int32_and_strided_indices():
     inputs = make_inputs(5, (4, 2, 32), index_dtype=torch.int32)
     expected = outputs(qk_norm_rope_store_reference, inputs)
