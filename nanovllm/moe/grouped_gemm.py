@@ -25,6 +25,7 @@ class TileConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    group_m: int = 1  # tiles that pass over the weights' blocks together
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,30 +141,35 @@ def _launch(
 ) -> None:
     _, out_features, in_features = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weights must be contiguous"
-    # Tiles first: those of one expert read the same weights and run together.
-    grid = (plan.tiles.shape[1], triton.cdiv(out_features, config.block_n))
-    _grouped_gemm_kernel[grid](
-        x, weight, out, plan.order, plan.tiles, pair_weights, len(plan.order), x.stride(0),
+    num_tiles = plan.tiles.shape[1]
+    _grouped_gemm_kernel[(num_tiles * triton.cdiv(out_features, config.block_n),)](
+        x, weight, out, plan.order, plan.tiles, pair_weights, len(plan.order), num_tiles,
+        x.stride(0),
         TOP_K=top_k, IN_FEATURES=in_features, OUT_FEATURES=out_features,
         IS_GATED=pair_weights is None, BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages,
-        **pdl_options(x),
+        BLOCK_K=config.block_k, GROUP_M=config.group_m, num_warps=config.num_warps,
+        num_stages=config.num_stages, **pdl_options(x),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _grouped_gemm_kernel(
-    x, weight, out, order, tiles, pair_weights, num_pairs, x_stride,
+    x, weight, out, order, tiles, pair_weights, num_pairs, num_tiles, x_stride,
     TOP_K: tl.constexpr, IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
     IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = OUT_FEATURES // 2 if IS_GATED else OUT_FEATURES
-    tile = tl.program_id(0)
-    num_tiles = tl.num_programs(0)
+    # Blocks of weights first, within groups of tiles: what runs together fits into the L2 cache.
+    NUM_BLOCKS: tl.constexpr = (OUT_FEATURES + BLOCK_N - 1) // BLOCK_N
+    first_of_group = tl.program_id(0) // (GROUP_M * NUM_BLOCKS) * GROUP_M
+    within = tl.program_id(0) % (GROUP_M * NUM_BLOCKS)
+    group_size = tl.minimum(num_tiles - first_of_group, GROUP_M)
+    tile = first_of_group + within % group_size
+    block = within // group_size
     first = tl.load(tiles + num_tiles + tile)
     end = tl.load(tiles + 2 * num_tiles + tile)
     if first >= end:
@@ -173,7 +179,7 @@ def _grouped_gemm_kernel(
     # Rows past the end repeat the last one: cheaper than a mask, and never stored.
     readable = tl.minimum(places, end - 1)
     pairs = tl.load(order + readable)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
     weight_rows = tl.minimum(columns, OUT_FEATURES - 1)
     if IS_GATED:
@@ -201,7 +207,7 @@ def _grouped_gemm_kernel(
         gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
         result = gate / (1.0 + tl.exp(-gate)) * up
         out_rows = places.to(tl.int64)
-        columns = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        columns = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     else:
         result = sums * tl.load(pair_weights + pairs)[:, None]
         out_rows = (pairs % TOP_K).to(tl.int64) * (num_pairs // TOP_K) + pairs // TOP_K
