@@ -20,6 +20,8 @@ def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
         "num_key_value_heads": model.num_kv_heads,
         "intermediate_size": model.intermediate_size,
     }
+    if model.moe is not None:
+        sizes["moe_intermediate_size"] = model.moe.intermediate_size
     for name, size in sizes.items():
         # Fewer KV heads than ranks are copied, each to as many ranks.
         larger, smaller = (

@@ -1,11 +1,14 @@
 """Qwen3 with mixtures of experts."""
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 
 from nanovllm.models.decoder import Placement
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.moe.layer import SparseMLP
+from nanovllm.moe.layer import SparseMLP, one_by_one
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
@@ -26,3 +29,11 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             device=place.device,
             dtype=place.dtype,
         )
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False
+    ) -> None:
+        super().load_weights(one_by_one(weights), partial=partial)
+
+    def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        super().check_weights(list(one_by_one(weights)))

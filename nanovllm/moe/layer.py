@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import nn
 
@@ -71,6 +73,34 @@ class Experts(nn.Module):
         plan = make_plan(expert_ids, num_experts, config.block_m)
         activated = gate_up(x, self.gate_up_proj, plan, config.gate_up)
         return down(activated, self.down_proj, plan, pair_weights, config.down)
+
+
+def one_by_one(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Take stacked experts apart, as transformers 5 has them in memory; pass on all others.
+
+    A checkpoint has a tensor for each expert and projection. `experts.gate_up_proj` is
+    [num_experts, 2 * size, hidden_size], gate first, and `experts.down_proj` [num_experts,
+    hidden_size, size].
+    """
+    for name, tensor in weights:
+        prefix, _, part = name.rpartition(".")
+        if not prefix.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+        elif tensor.dim() != 3 or (part == "gate_up_proj" and tensor.shape[1] % 2):
+            raise ValueError(
+                f"{name} must be [num_experts, rows, columns], with as many rows of gate as of up; "
+                f"got {tuple(tensor.shape)}."
+            )
+        else:
+            for expert, matrix in enumerate(tensor):
+                if part == "down_proj":
+                    yield f"{prefix}.{expert}.{part}.weight", matrix
+                else:
+                    gate, up = matrix.chunk(2)
+                    yield f"{prefix}.{expert}.gate_proj.weight", gate
+                    yield f"{prefix}.{expert}.up_proj.weight", up
 
 
 class SparseMLP(nn.Module):

@@ -8,7 +8,9 @@ import torch
 
 from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 
-_CHUNK = 1024
+# Up to so many pairs: how many a program looks at together, and warps.
+_CHUNKS = {128: (128, 4), 8192: (1024, 4)}
+_LARGEST_CHUNK = (4096, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,13 @@ def make_plan_triton(expert_ids: torch.Tensor, num_experts: int, block_m: int) -
     num_tiles = max_num_tiles(num_pairs, num_experts, block_m)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
+    fitting = (chunk for limit, chunk in _CHUNKS.items() if num_pairs <= limit)
+    chunk, num_warps = next(fitting, _LARGEST_CHUNK)
     _plan_kernel[(num_experts,)](
         expert_ids, order, tiles, num_pairs, num_tiles, NUM_EXPERTS=num_experts,
         # One more than there are experts: what is past the end falls into it.
-        BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block_m, CHUNK=_CHUNK, num_warps=4,
-        **pdl_options(expert_ids),
+        BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block_m, CHUNK=chunk,
+        num_warps=num_warps, **pdl_options(expert_ids),
     )  # fmt: skip
     return Plan(order, tiles, block_m)
 

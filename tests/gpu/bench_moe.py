@@ -118,7 +118,10 @@ def check() -> None:
 def check_batch(layer: SparseMLP, n: int) -> None:
     batch = make_batch(layer, n)
     routing = {"is_normalized": True, "dtype": torch.bfloat16}
-    for logits in (F.linear(batch.x, layer.gate.weight), torch.randn(4, n, 128, device=BF16["device"])):
+    for logits in (
+        F.linear(batch.x, layer.gate.weight),
+        torch.randn(4, n, 128, device=BF16["device"]),
+    ):
         ours = route_triton(logits, layer._top_k, **routing)
         expected = route_reference(logits, layer._top_k, **routing)
         # Sums of shares may round to other neighbours, and equal logits then part.

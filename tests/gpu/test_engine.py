@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from oracle import Oracle
-from tiny_models import write_tiny_qwen3
+from tiny_models import write_tiny, write_tiny_qwen3
 
 import bench
 from nanovllm import LLM, SamplingParams
@@ -83,6 +83,23 @@ def test_float32_equals_the_oracle_on_the_cpu(tmp_path, options):
             for prompt, output in zip(prompts, llm.generate(prompts, params, False), strict=True):
                 # TF32 is off, but sums run in another order than on the CPU.
                 oracle.check_greedy(prompt, output["token_ids"], margin=1e-3)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_experts_in_float32_equal_the_oracle_on_the_cpu(tmp_path, enforce_eager):
+    """Batches of 9 run in a graph of 16, whose other rows ask for experts too."""
+    fields = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
+    fields |= {"head_dim": 32, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    model = write_tiny(tmp_path / "model", "Qwen3MoeForCausalLM", norm_topk_prob=True, **fields)
+    oracle = Oracle(model)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 15, 16, 17, 40, 70, 33, 3, 200]
+    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options = {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 256}
+    with LLM(model, enforce_eager=enforce_eager, **options) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, params, False), strict=True):
+            oracle.check_greedy(prompt, output["token_ids"], margin=1e-3)
 
 
 def test_a_seeded_request_draws_the_same_in_any_company(demo_model):

@@ -72,9 +72,11 @@ def test_ranks_together_equal_one(tmp_path, tp_size):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_uneven_split_names_both_numbers(tmp_path):
+def test_an_uneven_split_names_both_numbers(tmp_path, make_llm):
     write(tmp_path, moe_intermediate_size=25)
     match = "moe_intermediate_size = 25 .* tensor_parallel_size = 2"
+    with pytest.raises(ValueError, match=match):  # before any process starts
+        make_llm(tmp_path, tensor_parallel_size=2, **CPU_OPTIONS)
     with pytest.raises(ValueError, match=match):
         on_ranks(2, lambda rank: build(load_model_config(tmp_path), parallel=rank))
 
@@ -96,6 +98,20 @@ def test_weights_are_replaced_freed_and_read_again_on_two_ranks(tmp_path, make_l
     llm.sleep(level=2)
     llm.wake_up()
     check(llm, Oracle(old), 2)
+
+
+def test_stacked_experts_of_transformers_in_memory_are_taken(tmp_path):
+    write(tmp_path, mlp_only_layers=[0])
+    oracle, ids = Oracle(tmp_path), some_ids(20)
+    stacked = oracle.model.state_dict()
+    assert stacked["model.layers.1.mlp.experts.gate_up_proj"].shape == (6, 48, 64)
+    model = build(load_model_config(tmp_path))
+    model.check_weights(list(stacked.items()))
+    model.load_weights(stacked.items())
+    expected = oracle.logits(ids.tolist())
+    torch.testing.assert_close(prefill_logits(model, ids), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"experts.down_proj must be .* got \(6, 24\)"):
+        model.check_weights([("model.layers.1.mlp.experts.down_proj", torch.zeros(6, 24))])
 
 
 def test_every_expert_must_come_exactly_once(tmp_path):
