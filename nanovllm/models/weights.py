@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.utils.loader import name_list
+from nanovllm.utils.loader import check_range, name_list
 
 # Our fused modules: shard name -> what the checkpoint calls that part.
 _FUSED = {
@@ -95,6 +95,7 @@ def check_weights(
         target = targets[name]
         try:
             target.load(target.name, tensor.to("meta"), target.shard)
+            check_range(tensor, next(model.parameters()).dtype)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     tied = [tensor for name, tensor in weights if name in _TIED]

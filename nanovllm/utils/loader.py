@@ -119,6 +119,7 @@ def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
     check_castable(source)
     if source.is_meta:
         return
+    check_range(source, target.dtype)
     with torch.no_grad():
         target.copy_(source)
 
@@ -129,6 +130,21 @@ def check_castable(tensor: torch.Tensor) -> None:
         raise ValueError(
             f"the checkpoint's dtype {tensor.dtype} is not supported; allowed are "
             f"{', '.join(str(dtype) for dtype in _CAST_DTYPES)}."
+        )
+
+
+def check_range(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise a ValueError if a cast to float16 would turn values into infinities, and text to noise.
+
+    Other casts are free: bfloat16 and float32 have one range.
+    """
+    if dtype is not torch.float16 or tensor.dtype is torch.float16 or tensor.numel() == 0:
+        return
+    extremes = torch.stack(tensor.aminmax())
+    if extremes.to(dtype).isinf().any():
+        raise ValueError(
+            f"its values reach {float(extremes.abs().max()):.6g}, beyond float16's 65504; "
+            "pass dtype='bfloat16' or 'float32'."
         )
 
 
