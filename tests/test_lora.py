@@ -25,6 +25,9 @@ from nanovllm.utils.loader import iterate_safetensors
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5 + i, *range(30, 60)] for i in range(3)] + [[7, 8]]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 64}
+EXPERTS = {
+    "Qwen3MoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+}
 Q0 = "model.layers.0.self_attn.q_proj"
 
 
@@ -56,10 +59,17 @@ def weight_of(llm, name):
     return llm._engine._executor._runner._model.get_parameter(name)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
-def test_tokens_are_those_of_the_merged_checkpoint(tmp_path, make_llm, architecture):
-    model = write_tiny(tmp_path / "model", architecture)
-    targets = ["q_proj", "down_proj", "lm_head"]
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("LlamaForCausalLM", ["q_proj", "down_proj", "lm_head"]),
+        ("Qwen2ForCausalLM", ["v_proj", "o_proj", "gate_proj"]),
+        ("Phi3ForCausalLM", ["qkv_proj", "gate_up_proj"]),
+        ("Qwen3MoeForCausalLM", ["k_proj", "gate", "down_proj"]),  # with each expert's
+    ],
+)
+def test_tokens_are_those_of_the_merged_checkpoint(tmp_path, make_llm, architecture, targets):
+    model = write_tiny(tmp_path / "model", architecture, **EXPERTS.get(architecture, {}))
     adapter = write_adapter(tmp_path / "adapter", model, target_modules=targets)
     merged = merge_by_hand(tmp_path / "merged", model, adapter, {"": 6 / 4})
     llm = make_llm(model, lora=adapter, dtype="float32", **OPTIONS)

@@ -19,6 +19,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "eos_token_id": 2,
     },
+    "Phi3ForCausalLM": {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": 32000,
+    },
     "Qwen2ForCausalLM": {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,

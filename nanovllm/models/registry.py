@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 _MODELS: dict[str, "tuple[str, str] | type[DecoderForCausalLM]"] = {
     "LlamaForCausalLM": ("nanovllm.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("nanovllm.models.mistral", "MistralForCausalLM"),
+    "Phi3ForCausalLM": ("nanovllm.models.phi3", "Phi3ForCausalLM"),
     "Qwen2ForCausalLM": ("nanovllm.models.qwen2", "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM": ("nanovllm.models.qwen3", "Qwen3ForCausalLM"),
     "Qwen3MoeForCausalLM": ("nanovllm.models.qwen3_moe", "Qwen3MoeForCausalLM"),

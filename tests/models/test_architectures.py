@@ -7,6 +7,7 @@ import pytest
 import torch
 from model_harness import load, on_ranks, prefill_logits
 from oracle import Oracle
+from safetensors.torch import load_file
 from tiny_models import write_tiny
 
 from nanovllm import SamplingParams
@@ -29,6 +30,8 @@ CASES = [
     ("LlamaForCausalLM", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     ("MistralForCausalLM", {"sliding_window": None}),
     ("MistralForCausalLM", {"sliding_window": 100, "head_dim": 32}),
+    ("Phi3ForCausalLM", {}),
+    ("Phi3ForCausalLM", {"sliding_window": 100, "num_key_value_heads": None}),
 ]
 CPU_OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16}
 
@@ -66,6 +69,7 @@ def test_greedy_tokens_equal_transformers(tmp_path, make_llm, architecture, over
         ("Qwen2ForCausalLM", {"num_key_value_heads": 1}),
         ("LlamaForCausalLM", {"attention_bias": True}),
         ("MistralForCausalLM", {"sliding_window": None}),
+        ("Phi3ForCausalLM", {}),
     ],
     ids=str,
 )
@@ -86,9 +90,10 @@ def test_far_positions_use_llama3_scaling(tmp_path):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_mistral_runs_up_to_its_window_and_not_beyond(tmp_path, make_llm, caplog):
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Phi3ForCausalLM"])
+def test_a_model_runs_up_to_its_window_and_not_beyond(tmp_path, make_llm, caplog, architecture):
     """transformers hides old tokens past the window; here the context ends where that begins."""
-    write_tiny(tmp_path, "MistralForCausalLM", sliding_window=32)
+    write_tiny(tmp_path, architecture, sliding_window=32)
     with caplog.at_level(logging.WARNING):
         llm = make_llm(tmp_path, num_kvcache_blocks=16, **CPU_OPTIONS)
     assert caplog.text.count("sliding_window = 32 bounds the context") == 1
@@ -100,3 +105,19 @@ def test_mistral_runs_up_to_its_window_and_not_beyond(tmp_path, make_llm, caplog
     Oracle(tmp_path).check_greedy(prompt, output["token_ids"])
     with pytest.raises(ValueError, match="exceeds the 32 positions"):
         make_llm(tmp_path, max_model_len=33, **CPU_OPTIONS)
+
+
+def test_fused_tensors_are_replaced_in_part_and_checked_before(tmp_path, make_llm):
+    """Phi-3's checkpoint holds q, k and v in one tensor, and gate and up."""
+    directory = write_tiny(tmp_path / "old", "Phi3ForCausalLM")
+    new_directory = write_tiny(tmp_path / "new", "Phi3ForCausalLM", seed=1)
+    llm = make_llm(directory, num_kvcache_blocks=16, **CPU_OPTIONS)
+    new = load_file(new_directory / "model.safetensors")
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    with pytest.raises(ValueError, match=rf"{fused}: .*shape \(127, 64\) .* model's \(128, 64\)"):
+        llm.load_weights([*new.items(), (fused, new[fused][1:])])
+    for pair in new.items():
+        llm.load_weights([pair])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    Oracle(new_directory).check_greedy([5, 6, 7], output["token_ids"])

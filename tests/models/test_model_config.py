@@ -181,6 +181,12 @@ def test_mistrals_window_bounds_the_context_and_says_so(caplog):
     assert "sliding_window = 128 bounds the context" in caplog.text
 
 
+def test_longrope_is_refused():
+    longrope = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    with pytest.raises(ValueError, match="rope_type 'longrope', which is not supported"):
+        parse_other("Phi3ForCausalLM", rope_scaling=longrope)
+
+
 @pytest.mark.parametrize("window", [None, 512, 4096])
 def test_a_window_as_long_as_the_context_changes_nothing(caplog, window):
     assert parse_other("MistralForCausalLM", sliding_window=window).max_context_len == 512
@@ -202,7 +208,8 @@ def test_a_window_counts_only_where_its_switch_is_on(architecture):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+    "architecture",
+    ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"],
 )
 def test_absent_keys_mean_what_they_mean_in_transformers(architecture):
     ours = parse_other(
