@@ -42,6 +42,7 @@ _ENGINE_HELP = {
     "load_format": "auto, or dummy for random weights",
     "enable_request_reordering": "run requests that begin alike together",
     "logprobs_mode": "raw_logprobs or processed_logprobs",
+    "quantization": "fp8: weights and activations of the linear layers in 8 bits",
     "lora": "directory of a PEFT LoRA adapter to merge into the weights",
 }
 _LEFT_OUT = ("model", "trust_remote_code")

@@ -19,6 +19,7 @@ from nanovllm.utils.checks import (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+QUANTIZATIONS = ("fp8",)
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -32,7 +33,6 @@ _ADVICE = {
     "tp_size": "Did you mean 'tensor_parallel_size'?",
     "swap_space": "Preempted requests are computed again, never swapped out: leave it out.",
     "enable_chunked_prefill": "Prompts are always split where needed: leave it out.",
-    "quantization": "Quantised weights are not supported: leave it out.",
     "revision": "Download that revision and pass its directory as the model.",
 }
 
@@ -59,6 +59,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"  # the model's; "fp8" is "fp8_e4m3"
+    quantization: str | None = None  # of the weights; None: as the checkpoint has them
     attention_backend: str = "auto"  # names are the registry's, in attention/backend.py
     seed: int = 0
     trust_remote_code: bool = False
@@ -213,5 +214,10 @@ _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
     ),
     "num_kvcache_blocks": partial(
         check_int, minimum=1, advice="None takes as many as the memory holds."
+    ),
+    "quantization": partial(
+        check_choice,
+        choices=QUANTIZATIONS,
+        advice="None leaves the weights as the checkpoint has them.",
     ),
 }

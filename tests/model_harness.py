@@ -36,7 +36,7 @@ def build(
         dtype=dtype,
         device=CPU,
     )
-    return get_model_class(config.architecture)(
+    return get_model_class(config.architecture, config.quantization)(
         config,
         parallel=parallel,
         backend=backend,

@@ -23,6 +23,7 @@ LAYERS = [
     {"layers"},
     {"moe"},  # for sparse models; the core never imports it
     {"models"},
+    {"quantization"},  # fp8 weights: the model registry loads it by name
     {"engine"},
     {"sampling", "kv_calibration"},  # what options ask for: the engine loads it by name
     {"frontend"},  # text and requests; below it there are tokens only
@@ -43,6 +44,7 @@ OPTIONAL_PACKAGES = {"flash_attn", "lm_eval", "matplotlib", "pandas", "pyarrow",
 LOADED_ON_DEMAND = {
     "nanovllm.engine.model_runner": {"nanovllm.sampling.redraw", "nanovllm.kv_calibration"},
     "nanovllm.utils.loader": {"nanovllm.lora.merge"},
+    "nanovllm.models.registry": {"nanovllm.quantization.model"},
 }
 
 HOST_SIDE = {

@@ -100,7 +100,7 @@ class ModelRunner:
             device=device,
         )
         self._can_capture = self._is_cuda and self._backend.is_capturable
-        self._model = get_model_class(model_config.architecture)(
+        self._model = get_model_class(model_config.architecture, model_config.quantization)(
             model_config,
             parallel=parallel,
             backend=self._backend,

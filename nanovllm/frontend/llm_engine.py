@@ -27,6 +27,7 @@ from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
+from nanovllm.quantization.formats import with_quantization
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.exclusive import Exclusive
 from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
@@ -64,6 +65,7 @@ class LLMEngine:
         check_ranks(model_config, config.tensor_parallel_size, device)
         check_kv_cache(config, device)
         root_hash = prefix_root(config, model_config, directory)
+        model_config = with_quantization(model_config, config, device)
         overlap = config.enable_overlap
         self._enable_overlap = device.type == "cuda" if overlap is None else overlap
         self.config = config

@@ -43,7 +43,13 @@ class ReplicatedLinear(nn.Module):
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
         """Copy this rank's part of the full tensor in place; `name` is "weight" or "bias"."""
-        copy_weight(self.get_parameter(name), tensor)
+        copy_weight(*self.local_part(name, tensor, shard))
+
+    def local_part(
+        self, name: str, tensor: torch.Tensor, shard: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views: what of parameter `name` the full tensor fills, and with which part."""
+        return self.get_parameter(name), tensor
 
 
 class MergedColumnParallelLinear(ReplicatedLinear):
@@ -66,7 +72,9 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         # Which slice of the full tensor is this rank's, in units of the shard's local size.
         self._part = dict.fromkeys(sizes, (parallel.tp_rank, parallel.tp_size))
 
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+    def local_part(
+        self, name: str, tensor: torch.Tensor, shard: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if shard not in self._sizes:
             raise ValueError(f"shard must be one of {', '.join(self._sizes)}, got {shard!r}.")
         offset = 0
@@ -74,8 +82,10 @@ class MergedColumnParallelLinear(ReplicatedLinear):
             if other == shard:
                 break
             offset += size
-        target = self.get_parameter(name).narrow(0, offset, size)
-        copy_weight(target, _narrow(tensor, 0, *self._part[shard], target.shape))
+        parameter = self.get_parameter(name)
+        unit = sum(self._sizes.values()) // len(parameter)  # scales may be of so many rows each
+        target = parameter.narrow(0, offset // unit, size // unit)
+        return target, _narrow(tensor, 0, *self._part[shard], target.shape)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -146,12 +156,14 @@ class RowParallelLinear(ReplicatedLinear):
         result: torch.Tensor = self(x)
         return result
 
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
+    def local_part(
+        self, name: str, tensor: torch.Tensor, shard: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         target = self.get_parameter(name)
-        if name == "weight":
+        if name not in ("bias", "weight_scale"):  # which every rank needs whole
             part = (self._parallel.tp_rank, self._parallel.tp_size)
             tensor = _narrow(tensor, 1, *part, target.shape)
-        copy_weight(target, tensor)
+        return target, tensor
 
 
 def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

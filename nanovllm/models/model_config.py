@@ -10,6 +10,7 @@ import torch
 from nanovllm.layers.rotary_embedding import RopeScaling
 from nanovllm.models.config_defaults import with_defaults
 from nanovllm.models.moe_config import MoeConfig, read_moe
+from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import supported_architectures
 from nanovllm.models.rope_config import read_rope
 from nanovllm.models.window_config import read_sliding_window
@@ -47,6 +48,7 @@ class ModelConfig:
     dtype: torch.dtype | None  # of the checkpoint; None when it does not say
     eos_token_ids: tuple[int, ...]
     moe: MoeConfig | None = None  # None: every layer is dense
+    quantization: str | None = None  # of the linear layers: "fp8_channel", "fp8_block", or "fp8"
 
     @property
     def max_context_len(self) -> int:
@@ -90,7 +92,6 @@ def load_model_config(model_dir: str | Path) -> ModelConfig:
 def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
     architecture = _read_architecture(d)
     d = with_defaults(architecture, d)
-    _refuse_quantization(d)
     _refuse_llama_variants(d)
     num_heads = _size(d, "num_attention_heads")
     num_kv_heads = _size(d, "num_key_value_heads", default=num_heads)
@@ -126,6 +127,7 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
         dtype=_read_dtype(d),
         eos_token_ids=_read_eos(d.get("eos_token_id")),
         moe=read_moe(d, architecture, num_layers),
+        quantization=read_quantization(d),
     )
 
 
@@ -181,17 +183,6 @@ def _read_head_dim(d: dict[str, Any], hidden_size: int, num_heads: int) -> int:
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}.")
     return head_dim
-
-
-def _refuse_quantization(d: dict[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        value = d.get(key)
-        if value is not None:
-            method = value.get("quant_method") if isinstance(value, dict) else value
-            raise ValueError(
-                f"{key} (quant_method {method!r}) is not supported; use the checkpoint in "
-                f"{', '.join(_DTYPES)}."
-            )
 
 
 def _refuse_llama_variants(d: dict[str, Any]) -> None:

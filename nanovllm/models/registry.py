@@ -15,14 +15,22 @@ _MODELS: dict[str, "tuple[str, str] | type[DecoderForCausalLM]"] = {
     "Qwen3MoeForCausalLM": ("nanovllm.models.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 
+# Loaded by name, since models work without it: turns a model class into one with fp8 weights.
+_QUANTIZATION = "nanovllm.quantization.model"
+
 
 def supported_architectures() -> list[str]:
     """Return the names that `architectures` in config.json may have, sorted."""
     return sorted(_MODELS)
 
 
-def get_model_class(architecture: str) -> "type[DecoderForCausalLM]":
-    """Import the model class of an architecture; a ValueError lists the supported ones."""
+def get_model_class(
+    architecture: str, quantization: str | None = None
+) -> "type[DecoderForCausalLM]":
+    """Import the model class of an architecture; a ValueError lists the supported ones.
+
+    quantization: what `ModelConfig.quantization` says of the weights
+    """
     if architecture not in _MODELS:
         raise ValueError(
             f"architecture {architecture!r} is not supported; "
@@ -32,8 +40,11 @@ def get_model_class(architecture: str) -> "type[DecoderForCausalLM]":
     if isinstance(entry, tuple):
         module, class_name = entry
         model_class: type[DecoderForCausalLM] = getattr(import_module(module), class_name)
-        return model_class
-    return entry
+    else:
+        model_class = entry
+    if quantization is not None:
+        model_class = import_module(_QUANTIZATION).quantized_class(model_class)
+    return model_class
 
 
 def register_model(architecture: str, model_class: "type[DecoderForCausalLM]") -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
-# A plain cast keeps their meaning; 8-bit and integer weights need scales that we do not apply.
+# A plain cast keeps their meaning; other dtypes are copied where the parameter has them too.
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_LISTED = 10
 _CPU = torch.device("cpu")
@@ -116,7 +116,8 @@ def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
     A source on the meta device has no data: it is checked only.
     """
     check_shape(source, tuple(target.shape))
-    check_castable(source)
+    if source.dtype is not target.dtype:
+        check_castable(source)
     if source.is_meta:
         return
     check_range(source, target.dtype)
@@ -138,7 +139,8 @@ def check_range(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
     Other casts are free: bfloat16 and float32 have one range.
     """
-    if dtype is not torch.float16 or tensor.dtype is torch.float16 or tensor.numel() == 0:
+    is_narrow = tensor.dtype in (torch.float16, torch.float8_e4m3fn)
+    if dtype is not torch.float16 or is_narrow or tensor.numel() == 0:
         return
     extremes = torch.stack(tensor.aminmax())
     if extremes.to(dtype).isinf().any():

@@ -1,0 +1,89 @@
+"""RMSNorm whose result is quantised at once, alone and with the residual add before it."""
+
+import torch
+
+from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.quantization.formats import BLOCK
+from nanovllm.quantization.kernels.quantize import (
+    QuantTensor,
+    empty_quantized,
+    num_warps,
+    quantize_reference,
+    store_quantized,
+)
+
+
+def rms_norm_quantized(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    group_size: int | None,
+) -> tuple[QuantTensor, torch.Tensor]:  # fmt: skip
+    """Return `quantize(rms_norm(x + residual))` and the sum, x itself where there is no residual.
+
+    On CUDA the sum overwrites `residual`; use only what is returned. Roundings are those of the
+    two functions one after the other.
+
+    x, residual: [num_tokens, hidden_size], rows may be strided; weight: [hidden_size]
+    """
+    function = rms_norm_quantized_triton if use_triton(x) else rms_norm_quantized_reference
+    return function(x, residual, weight, eps, group_size)
+
+
+def rms_norm_quantized_reference(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    group_size: int | None,
+) -> tuple[QuantTensor, torch.Tensor]:  # fmt: skip
+    """Plain torch form of `rms_norm_quantized`; changes no input."""
+    if residual is None:
+        return quantize_reference(rms_norm_reference(x, weight, eps), group_size), x
+    normed, residual = add_rms_norm_reference(x, residual, weight, eps)
+    return quantize_reference(normed, group_size), residual
+
+
+def rms_norm_quantized_triton(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    group_size: int | None,
+) -> tuple[QuantTensor, torch.Tensor]:  # fmt: skip
+    """Triton form of `rms_norm_quantized`: one program a row, the row in registers."""
+    num_tokens, hidden_size = x.shape
+    assert x.stride(1) == 1, "rows must be contiguous"
+    assert residual is None or residual.stride(1) == 1, "rows must be contiguous"
+    out = empty_quantized(num_tokens, hidden_size, group_size, x.device)
+    block = max(triton.next_power_of_2(hidden_size), BLOCK)
+    total = x if residual is None else residual
+    if num_tokens:
+        _rms_norm_quantized_kernel[(num_tokens,)](
+            x, total, weight, out.data, out.scale, x.stride(0), total.stride(0), eps,
+            HIDDEN_SIZE=hidden_size, BLOCK=block, GROUP=group_size or block,
+            HAS_RESIDUAL=residual is not None, num_warps=num_warps(block), **pdl_options(x),
+        )  # fmt: skip
+    return out, total
+
+
+@triton.jit
+def _rms_norm_quantized_kernel(
+    x, residual, weight, data, scale, x_stride, residual_stride, eps,
+    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = columns < HIDDEN_SIZE
+    # The weight is loaded first so that its latency hides behind the kernel before.
+    factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        pointers = residual + row * residual_stride + columns
+        values += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        rounded = values.to(residual.dtype.element_ty)
+        tl.store(pointers, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    variance = tl.sum(tl.sum(values * values, axis=1), axis=0) / HIDDEN_SIZE
+    # Rounded where the norm without quantisation rounds.
+    dtype = residual.dtype.element_ty
+    normed = (values * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+    normed = (normed * factors).to(dtype).to(tl.float32)
+    store_quantized(normed, data, scale, row, 0, HIDDEN_SIZE, GROUP)

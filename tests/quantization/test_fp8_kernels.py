@@ -1,0 +1,207 @@
+"""fp8 kernels against their references, and the references against plain arithmetic."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.quantization.kernels.fp8_gemm import (
+    dequantize,
+    dequantize_weight,
+    fp8_linear,
+    fp8_linear_reference,
+    fp8_linear_triton,
+)
+from nanovllm.quantization.kernels.quantize import (
+    QuantTensor,
+    quantize,
+    quantize_blocks,
+    quantize_reference,
+    quantize_triton,
+)
+from nanovllm.quantization.kernels.rms_norm import (
+    rms_norm_quantized_reference,
+    rms_norm_quantized_triton,
+)
+from nanovllm.quantization.kernels.silu_and_mul import (
+    silu_and_mul_quantized_reference,
+    silu_and_mul_quantized_triton,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP8 = torch.float8_e4m3fn
+# The interpreter cuts a bfloat16 off where a GPU rounds it.
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+each_group_size = pytest.mark.parametrize("group_size", [None, 128])
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def noise(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(shape, generator=generator) * torch.logspace(-3, 3, shape[0])[:, None]
+    return rows.to(DEVICE, dtype)
+
+
+def assert_same(ours, expected, dtype=torch.float32):
+    """Equal; where a sum in another order changed the last bit, numbers may round to neighbours."""
+    torch.testing.assert_close(
+        ours.scale, expected.scale, rtol={torch.float32: 1e-6}.get(dtype, 2**-7), atol=0
+    )
+    differs = ours.data.float() != expected.data.float()
+    assert differs.sum() <= 0.01 * differs.numel()
+    torch.testing.assert_close(ours.data.float(), expected.data.float(), rtol=2**-3, atol=2**-9)
+
+
+def test_a_row_takes_its_largest_to_448():
+    x = torch.tensor([[1.0, -3.5, 0.0, 0.1], [0.0] * 4, [2.0**-20] * 4], device=DEVICE)
+    out = quantize(x, None)
+    assert out.data.dtype == FP8 and out.scale.shape == (3, 1)
+    assert out.data.float()[0].tolist() == [128.0, -448.0, 0.0, 13.0]  # 12.8 rounds to 13
+    assert out.scale[0].item() == pytest.approx(3.5 / 448)
+    assert out.data.float()[1].tolist() == [0.0] * 4 and out.scale[1].item() > 0
+    torch.testing.assert_close(dequantize(out, None)[2], x[2])
+
+
+def test_groups_have_their_own_scales_and_the_last_may_be_short():
+    x = torch.cat((torch.full((1, 128), 1e-3), torch.full((1, 100), 1e3)), dim=1).to(DEVICE)
+    out = quantize(x, 128)
+    assert out.scale.shape == (1, 2) and out.data.shape == x.shape
+    torch.testing.assert_close(dequantize(out, 128), x)
+
+
+@each_group_size
+def test_the_error_is_half_a_step_of_three_bits(group_size):
+    x = noise(7, 300)
+    out = quantize(x, group_size)
+    step = x.abs() * 2**-4 + out.scale.amax(dim=1, keepdim=True) * 2**-10
+    assert ((dequantize(out, group_size) - x).abs() <= step * 1.001).all()
+
+
+def test_what_is_no_number_stays_none():
+    """A fault must show, not become a plausible number."""
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2, 200, device=DEVICE)
+        x[0, 3] = bad
+        for out in (quantize(x, None), quantize(x, 128)):
+            row = dequantize(out, 128 if out.scale.shape[1] > 1 else None)
+            assert not row[0].isfinite().all() and row[1].isfinite().all()
+
+
+@needs_triton
+@each_group_size
+@each_dtype
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 64), (1, 1), (3, 100), (2, 2304), (5, 128)])
+def test_quantize_kernel(num_rows, size, dtype, group_size):
+    x = noise(max(num_rows, 1), size + 8, dtype=dtype)[:num_rows, 8:]  # strided
+    ours, expected = quantize_triton(x, group_size), quantize_reference(x, group_size)
+    assert torch.equal(ours.scale, expected.scale)
+    assert torch.equal(ours.data.float(), expected.data.float())
+
+
+@needs_triton
+@each_group_size
+@each_dtype
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 64), (1, 40), (3, 300), (2, 1024)])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_norm_kernel(num_rows, size, dtype, group_size, has_residual):
+    x = noise(max(num_rows, 1), size + 8, dtype=dtype)[:num_rows, 8:]
+    residual = noise(max(num_rows, 1), size, dtype=dtype, seed=1)[:num_rows]
+    weight = (torch.rand(size) + 0.5).to(DEVICE, dtype)
+    expected, expected_sum = rms_norm_quantized_reference(
+        x, residual if has_residual else None, weight, 1e-6, group_size
+    )
+    ours, ours_sum = rms_norm_quantized_triton(
+        x, residual.clone() if has_residual else None, weight, 1e-6, group_size
+    )
+    assert_same(ours, expected, dtype)
+    torch.testing.assert_close(ours_sum, expected_sum, rtol=2**-10, atol=0)
+
+
+@each_group_size
+def test_fused_is_one_after_the_other(group_size):
+    x, residual = noise(4, 384, dtype=torch.bfloat16), noise(4, 384, dtype=torch.bfloat16, seed=1)
+    weight = torch.rand(384, device=DEVICE).bfloat16()
+    normed, total = add_rms_norm_reference(x, residual, weight, 1e-6)
+    fused, fused_total = rms_norm_quantized_reference(x, residual, weight, 1e-6, group_size)
+    assert torch.equal(total, fused_total)
+    for ours, expected in (
+        (fused, normed),
+        (rms_norm_quantized_reference(x, None, weight, 1e-6, group_size)[0],
+         rms_norm_reference(x, weight, 1e-6)),
+        (silu_and_mul_quantized_reference(x, group_size), silu_and_mul_reference(x)),
+    ):  # fmt: skip
+        expected = quantize_reference(expected, group_size)
+        assert torch.equal(ours.scale, expected.scale)
+        assert torch.equal(ours.data.float(), expected.data.float())
+
+
+@needs_triton
+@each_group_size
+@each_dtype
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 64), (1, 1), (3, 300), (2, 4500)])
+def test_activation_kernel(num_rows, size, dtype, group_size):
+    """4500 is more than the kernel takes at once."""
+    gate_up = noise(max(num_rows, 1), 2 * size + 8, dtype=dtype)[:num_rows, 8:]
+    gate_up = gate_up.clamp(-60, 60)
+    ours = silu_and_mul_quantized_triton(gate_up, group_size)
+    assert_same(ours, silu_and_mul_quantized_reference(gate_up, group_size), dtype)
+
+
+def make_product(num_rows, out_features, in_features, group_size):
+    x = quantize(noise(num_rows, in_features), group_size)
+    weight = noise(out_features, in_features, seed=1) / in_features**0.5
+    quantized = quantize(weight, None) if group_size is None else quantize_blocks(weight)
+    return x, quantized
+
+
+PRODUCTS = [(1, 64, 128), (17, 100, 300), (70, 130, 256), (2, 256, 96), (33, 160, 512)]
+
+
+@each_group_size
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_the_product_is_that_of_the_rounded_numbers(shape, group_size, has_bias):
+    x, weight = make_product(*shape, group_size)
+    bias = torch.linspace(-2, 2, shape[1], device=DEVICE) if has_bias else None
+    wide_x = dequantize(x, group_size).double()
+    wide_weight = dequantize_weight(weight, group_size).double()
+    exact = F.linear(wide_x, wide_weight, None if bias is None else bias.double())
+    size = wide_x.abs() @ wide_weight.abs().T + 2  # of what is summed up
+    for dtype in (torch.float32, torch.bfloat16):
+        # In the interpreter: see DTYPES.
+        has_kernel = HAS_TRITON and (DEVICE == "cuda" or dtype is torch.float32)
+        for function in (
+            fp8_linear,
+            fp8_linear_reference,
+            *([fp8_linear_triton] if has_kernel else []),
+        ):
+            typed_bias = None if bias is None else bias.to(dtype)
+            ours = function(x, weight, typed_bias, group_size=group_size, dtype=dtype)
+            assert ours.dtype == dtype
+            # A tensor core keeps at least 13 bits of a sum of fp8 products.
+            tolerance = size * (2**-8 if dtype is torch.bfloat16 else 2**-12)
+            assert ((ours.double() - exact).abs() <= tolerance).all()
+
+
+def test_blocks_have_their_own_scales():
+    weight = torch.ones(200, 300, device=DEVICE)
+    weight[:128, 128:256] = 1000.0
+    weight[128:, 256:] = 1e-4
+    out = quantize_blocks(weight)
+    assert out.scale.shape == (2, 3) and out.data.shape == weight.shape
+    torch.testing.assert_close(dequantize_weight(out, 128), weight)
+    # Elsewhere 448 stands for the largest of the block.
+    assert (out.data.float() == 448).all()
+
+
+@needs_triton
+def test_empty_batches_have_empty_products():
+    x, weight = make_product(2, 64, 128, None)
+    empty = QuantTensor(x.data[:0], x.scale[:0])
+    assert fp8_linear_triton(empty, weight, None, group_size=None, dtype=torch.float32).shape == (
+        0,
+        64,
+    )
