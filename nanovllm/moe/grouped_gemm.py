@@ -8,6 +8,8 @@ experts is the business of whatever reads them, in a fixed order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from math import gcd
 
 import torch
 from torch.nn import functional as F
@@ -141,15 +143,29 @@ def _launch(
 ) -> None:
     _, out_features, in_features = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weights must be contiguous"
+    # A slice of a size, as ranks have it, may be no multiple: shorter steps beat masked loads.
+    even = gcd(in_features, config.block_k)
+    block_k = even if even >= 32 else config.block_k
+    stage_bytes = (plan.block_m + config.block_n) * block_k * x.element_size()
+    num_stages = max(min(config.num_stages, _shared_memory_bytes(x.device) // stage_bytes), 1)
     num_tiles = plan.tiles.shape[1]
     _grouped_gemm_kernel[(num_tiles * triton.cdiv(out_features, config.block_n),)](
         x, weight, out, plan.order, plan.tiles, pair_weights, len(plan.order), num_tiles,
         x.stride(0),
         TOP_K=top_k, IN_FEATURES=in_features, OUT_FEATURES=out_features,
         IS_GATED=pair_weights is None, BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, GROUP_M=config.group_m, num_warps=config.num_warps,
-        num_stages=config.num_stages, **pdl_options(x),
+        BLOCK_K=block_k, GROUP_M=config.group_m, num_warps=config.num_warps,
+        num_stages=num_stages, **pdl_options(x),
     )  # fmt: skip
+
+
+@cache
+def _shared_memory_bytes(device: torch.device) -> int:
+    """What one program may use: GPUs before and beside Hopper have less, so fewer stages."""
+    if device.type != "cuda":
+        return 2**18
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 2**17)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -170,11 +186,12 @@ def _grouped_gemm_kernel(
     group_size = tl.minimum(num_tiles - first_of_group, GROUP_M)
     tile = first_of_group + within % group_size
     block = within // group_size
+    # All three before the branch, so that they wait for memory together.
+    expert = tl.load(tiles + tile).to(tl.int64)
     first = tl.load(tiles + num_tiles + tile)
     end = tl.load(tiles + 2 * num_tiles + tile)
     if first >= end:
         return
-    expert = tl.load(tiles + tile).to(tl.int64)
     places = first + tl.arange(0, BLOCK_M)
     # Rows past the end repeat the last one: cheaper than a mask, and never stored.
     readable = tl.minimum(places, end - 1)

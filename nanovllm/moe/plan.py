@@ -64,7 +64,7 @@ def make_plan_triton(expert_ids: torch.Tensor, num_experts: int, block_m: int) -
     _plan_kernel[(num_experts,)](
         expert_ids, order, tiles, num_pairs, num_tiles, NUM_EXPERTS=num_experts,
         # One more than there are experts: what is past the end falls into it.
-        BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block_m, CHUNK=chunk,
+        BINS=max(triton.next_power_of_2(num_experts + 1), 32), BLOCK_M=block_m, CHUNK=chunk,
         num_warps=num_warps, **pdl_options(expert_ids),
     )  # fmt: skip
     return Plan(order, tiles, block_m)

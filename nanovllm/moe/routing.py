@@ -51,7 +51,7 @@ def route_triton(
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     block = triton.next_power_of_2(num_experts)
     _route_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM),)](
-        logits, weights, ids, torch.empty(0, dtype=dtype, device=logits.device), num_tokens,
+        logits, weights, ids, torch.empty(1, dtype=dtype, device=logits.device), num_tokens,
         NUM_EXPERTS=num_experts, TOP_K=top_k, IS_NORMALIZED=is_normalized, NUM_SPLITS=num_splits,
         PLACES=triton.next_power_of_2(top_k), TOKENS=_TOKENS_PER_PROGRAM, BLOCK=block,
         num_warps=4, **pdl_options(logits),
