@@ -5,6 +5,8 @@ python bench.py --size 0.6B                  # random weights from a config alon
 python bench.py --size 8B --engine-options max_num_seqs=256,enforce_eager=True
 python bench.py --size 30B-A3B               # mixtures of experts: 61 GB of weights
 python bench.py --size 0.6B --profile /tmp/p # torch.profiler trace and a table of kernels
+python bench.py --size 8B --engine-options tensor_parallel_size=2   # --profile too, of rank 0
+python bench.py --size 8B --num-seqs 512 --data-parallel 2          # an engine on each of two GPUs
 """
 
 from __future__ import annotations
@@ -129,6 +131,7 @@ def profile(llm: Any, args: argparse.Namespace) -> None:
         seconds = time.perf_counter() - started
     host: list[float] = []
     engine = llm._engine
+    sends = timed_sends(engine._executor)
     for _ in range(num_steps):  # without the profiler: time until the step's wait begins
         began = time.perf_counter()
         output = engine.scheduler.schedule()
@@ -147,12 +150,42 @@ def profile(llm: Any, args: argparse.Namespace) -> None:
         f"{len(kernels) / num_steps:.0f} kernels a step, GPU busy {busy_us / (1e6 * seconds):.1%}, "
         f"host {1e3 * sorted(host)[num_steps // 2]:.3f} ms to schedule and launch"
     )
+    if sends:
+        shared = [event for event in kernels if is_collective(event.name)]
+        shared_us = sum(event.self_device_time_total for event in shared)
+        print(
+            f"tensor parallel: collectives {shared_us / busy_us:.1%} of the busy time (waiting for "
+            f"the other ranks in them), {len(shared) / num_steps:.0f} a step, "
+            f"{shared_us / max(1, len(shared)):.1f} us each; the record's way to the workers "
+            f"{1e6 * sorted(sends)[len(sends) // 2]:.0f} us"
+        )
     print(
         trace.key_averages().table(
             sort_by="self_device_time_total", row_limit=20, max_name_column_width=60
         )
     )
     llm.abort(list(engine.processor.requests))
+
+
+def timed_sends(executor: Any) -> list[float]:
+    """Fills with the seconds that handing each record to the workers takes; empty with none."""
+    seconds: list[float] = []
+    group = getattr(executor, "_group", None)
+    if group is None:
+        return seconds
+    send = group.send
+
+    def timed(kind: bytes, payload: bytes) -> None:
+        began = time.perf_counter()
+        send(kind, payload)
+        seconds.append(time.perf_counter() - began)
+
+    group.send = timed
+    return seconds
+
+
+def is_collective(kernel: str) -> bool:
+    return "nccl" in kernel.lower() or "_exchange_kernel" in kernel
 
 
 def main() -> None:
@@ -169,16 +202,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; later ones count up")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--engine-options", default="", help="name=value,name=value for LLM")
+    parser.add_argument("--data-parallel", type=int, metavar="N", help="N engines, one queue")
     parser.add_argument("--profile", metavar="DIR", help="trace a few decode steps into DIR")
     parser.add_argument("--profile-after", type=int, default=200, help="steps before the trace")
     parser.add_argument("--verbose", action="store_true", help="show the engine's log")
     args = parser.parse_args()
     if (args.model is None) == (args.size is None):
         parser.error("pass one of --model and --size")
+    if args.data_parallel and args.profile:
+        parser.error("--profile looks into one engine: leave out --data-parallel")
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
 
     from nanovllm import LLM, SamplingParams
+    from nanovllm.data_parallel import DataParallelLLM
 
     options = dict(item.split("=", 1) for item in args.engine_options.split(",") if item)
     for name, value in options.items():
@@ -189,7 +226,10 @@ def main() -> None:
         if args.size:
             model = str(write_config(args.size, Path(directory)))
             options = {"load_format": "dummy", **options}
-        llm = LLM(model, **options)
+        if args.data_parallel:
+            llm: Any = DataParallelLLM(model, data_parallel_size=args.data_parallel, **options)
+        else:
+            llm = LLM(model, **options)
     ready_s = process_age_s()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     print(f"start-up: {ready_s:.2f} s to the engine, {process_age_s():.2f} s to the first token")

@@ -19,6 +19,7 @@ LAYERS = [
     {"config", "sampling_params", "outputs", "metrics"},
     {"kernels"},
     {"lora"},  # a checkpoint's weights with an adapter added: the loader loads it by name
+    {"collectives"},  # between GPUs, by kernels of ours: utils.parallel loads it by name
     {"attention"},
     {"layers"},
     {"moe"},  # for sparse models; the core never imports it
@@ -45,6 +46,7 @@ LOADED_ON_DEMAND = {
     "nanovllm.engine.model_runner": {"nanovllm.sampling.redraw", "nanovllm.kv_calibration"},
     "nanovllm.utils.loader": {"nanovllm.lora.merge"},
     "nanovllm.models.registry": {"nanovllm.quantization.model"},
+    "nanovllm.utils.parallel": {"nanovllm.collectives.peer_memory"},
 }
 
 HOST_SIDE = {

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.worker import CALL
+from nanovllm.utils.processes import ProcessWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 COMMON = list(range(20, 57))
@@ -230,7 +232,7 @@ if __name__ == "__main__":
 """
 
 
-def run_script(tmp_path, text, *arguments):
+def run_script(tmp_path, text, *arguments, **options):
     path = tmp_path / "script.py"
     path.write_text(text)
     (tmp_path / "tmp").mkdir()
@@ -244,7 +246,51 @@ def run_script(tmp_path, text, *arguments):
             "TMPDIR": str(tmp_path / "tmp"),
             "PYTHONPATH": str(Path(__file__).parents[1]),
         },
+        **options,
     )
+
+
+_CTRL_C = """
+import sys
+from nanovllm import LLM, SamplingParams
+if __name__ == "__main__":
+    params = SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)
+    options = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64}
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, **options)
+    print("up", flush=True)
+    try:
+        while True:
+            llm.generate([[5, 6]] * 8, params, use_tqdm=False)
+    except KeyboardInterrupt:
+        llm.close()
+    with LLM(sys.argv[1], tensor_parallel_size=2, **options) as llm:
+        print(len(llm.generate([[5]], params, use_tqdm=False)[0]["token_ids"]))
+"""
+
+
+def test_ctrl_c_ends_the_call_and_a_new_engine_works(tmp_path, tiny_model):
+    process = run_script(tmp_path, _CTRL_C, tiny_model, start_new_session=True)
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the worker gets it too
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "140\n", "")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_watch_tells_of_an_end_once_and_only_until_it_is_stopped():
+    calls = []
+    for is_stopped in (True, False):
+        sentinel, process = multiprocessing.Pipe(duplex=False)
+        watch = ProcessWatch([SimpleNamespace(sentinel=sentinel)], lambda: calls.append(1))
+        assert not watch.has_fired
+        if is_stopped:
+            watch.stop()
+        process.close()
+        watch._thread.join(5)
+        assert watch.has_fired == (not is_stopped) and len(calls) == (not is_stopped)
+        watch.stop()
+        sentinel.close()
 
 
 def test_workers_end_when_rank_0_is_killed(tmp_path, model_of_3):

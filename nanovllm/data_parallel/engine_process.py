@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import signal
 import threading
@@ -21,6 +20,7 @@ from nanovllm.llm import LLM
 from nanovllm.metrics import Metrics, StepSample
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.environment import environment
 
 _REPORT_INTERVAL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
@@ -66,7 +66,7 @@ class EngineProcess:
             target=_run_engine, args=(number, config, theirs), name=f"nanovllm-dp{number}"
         )
         # The child is born with them: set any later, torch has been imported.
-        with _environment(variables), _blocked_interrupts():
+        with environment(variables), _blocked_interrupts():
             self._process.start()
         theirs.close()
 
@@ -139,20 +139,6 @@ class EngineProcess:
         """End the process, which was asked to stop. A second call does nothing."""
         if self.is_alive:
             self.end()
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class _WatchedStep:
     def wait(self) -> StepOutput:
         while not self._handle.is_ready_within(_POLL_S):
             self._group.check_alive()
+        self._group.check_unbroken()
         return self._handle.wait()
 
 
@@ -88,20 +89,21 @@ class TensorParallelExecutor(LocalExecutor):
             raise
 
     def execute(self, output: SchedulerOutput) -> StepFuture:
-        self._group.send(STEP, output.to_bytes())
         runner = self._live_runner()
-        return _WatchedStep(self._group.on_rank_0(lambda: runner.execute(output)), self._group)
+        step = self._group.together(STEP, output.to_bytes(), lambda: runner.execute(output))
+        return _WatchedStep(step, self._group)
 
     def call(self, name: str, *args: Any) -> Any:
         runner = self._live_runner()
-        self._group.send(CALL, pickle.dumps((name, args)))
-        result = self._group.on_rank_0(lambda: getattr(runner, name)(*args))
+        message = pickle.dumps((name, args))
+        result = self._group.together(CALL, message, lambda: getattr(runner, name)(*args))
         self._group.collect()
         return result
 
     def close(self) -> None:
         self._group.close()
         super().close()
+        self._group.leave()
 
 
 def make_executor(

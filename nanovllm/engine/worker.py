@@ -6,11 +6,8 @@ watches the workers while it waits, and raises with a worker's own traceback.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
-import os
 import pickle
-import shutil
 import signal
 import tempfile
 import threading
@@ -33,11 +30,10 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.channel import ChannelReceiver, ChannelSender
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.parallel import ParallelContext, join_group
-
-logger = logging.getLogger(__name__)
+from nanovllm.utils.processes import ProcessWatch, end_processes, exit_with_parent
 
 STEP, CALL, STOP = b"S", b"C", b"X"  # first byte of a message
-_STOP_TIMEOUT_S = 10.0
+_PATIENCE_S = 5.0  # for the end of a process that has closed its connections
 _T = TypeVar("_T")
 
 
@@ -52,6 +48,14 @@ class RunnerSpec:
 
     def device(self, tp_rank: int) -> torch.device:
         return resolve_device(self.config.device, tp_rank)
+
+    def join(self, store_path: str, tp_rank: int) -> ParallelContext:
+        """Meet the other ranks at `store_path`."""
+        config, device = self.config, self.device(tp_rank)
+        use_peers = not config.disable_custom_all_reduce
+        return join_group(
+            store_path, tp_rank, config.tensor_parallel_size, device, use_peers=use_peers
+        )
 
     def build(self, parallel: ParallelContext) -> ModelRunner:
         device = self.device(parallel.tp_rank)
@@ -87,9 +91,11 @@ class WorkerGroup:
         self._commands: list[Connection] = []
         self._replies: list[Connection] = []
         self._sender: ChannelSender | None = None
+        self._parallel: ParallelContext | None = None
+        self._watch: ProcessWatch | None = None
         self._is_out_of_step = False
         self._finalizer = weakref.finalize(
-            self, _end, self._processes, self._commands, self._directory
+            self, end_processes, self._processes, self._commands, self._directory
         )
         for rank in range(1, tp_size):
             commands, worker_commands = context.Pipe()
@@ -115,8 +121,10 @@ class WorkerGroup:
         return str(Path(self._directory) / "store")
 
     def join(self) -> ParallelContext:
-        """Meet the workers; call once, on rank 0."""
-        return join_group(self._store_path, 0, self._tp_size, self._spec.device(0))
+        """Meet the workers; call once, on rank 0. From then on one that ends ends collectives."""
+        self._parallel = self._spec.join(self._store_path, 0)
+        self._watch = ProcessWatch(self._processes, self._parallel.abort)
+        return self._parallel
 
     def send(self, kind: bytes, payload: bytes) -> None:
         assert self._sender is not None
@@ -130,7 +138,7 @@ class WorkerGroup:
         try:
             self._sender.send(kind + payload, self.check_alive)
         except OSError:  # the reading end is gone: say why
-            self.check_alive(patience_s=2.0)
+            self.check_alive(patience_s=_PATIENCE_S)
             raise
 
     def collect(self) -> None:
@@ -141,8 +149,17 @@ class WorkerGroup:
             try:
                 self._read_reply(replies)
             except EOFError:
-                self.check_alive(patience_s=2.0)
+                self.check_alive(patience_s=_PATIENCE_S)
                 raise
+
+    def together(self, kind: bytes, payload: bytes, work: Callable[[], _T]) -> _T:
+        """Send a command, and do rank 0's share of it."""
+
+        def both() -> _T:
+            self.send(kind, payload)
+            return work()
+
+        return self.on_rank_0(both)  # an interrupt between the two breaks their step too
 
     def on_rank_0(self, work: Callable[[], _T]) -> _T:
         """Do rank 0's share of what the workers do; if it fails since one of them died, say so."""
@@ -151,8 +168,13 @@ class WorkerGroup:
         except BaseException as error:
             self._is_out_of_step = True
             if isinstance(error, RuntimeError):
-                self.check_alive(patience_s=2.0)
+                self.check_alive(patience_s=_PATIENCE_S)
             raise
+
+    def check_unbroken(self) -> None:
+        """Raise if a rank has ended since all met: what a step gave then means nothing."""
+        if self._watch is not None and self._watch.has_fired:
+            self.check_alive(patience_s=_PATIENCE_S)
 
     def check_alive(self, patience_s: float = 0.0) -> None:
         """Raise with a worker's traceback if one has failed or ended."""
@@ -178,6 +200,8 @@ class WorkerGroup:
         if self._is_out_of_step:
             for process in self._processes:
                 process.kill()  # it may wait in a collective for a rank that will not come
+        elif self._watch is not None:
+            self._watch.stop()
         if self._sender is not None:
             try:
                 if all(process.is_alive() for process in self._processes):
@@ -188,24 +212,17 @@ class WorkerGroup:
             self._sender = None
         self._finalizer()
 
+    def leave(self) -> None:
+        """Give back what collectives hold, once the runner is closed. Another call does nothing."""
+        parallel, self._parallel = self._parallel, None
+        if parallel is not None:
+            parallel.close()
+
     def _read_reply(self, replies: Connection) -> None:
         error = replies.recv()
         if error is not None:
             rank = self._replies.index(replies) + 1
             raise RuntimeError(f"Tensor-parallel worker {rank} failed:\n{error}")
-
-
-def _end(processes: list[BaseProcess], commands: list[Connection], directory: str) -> None:
-    for connection in commands:
-        connection.close()  # a worker that waits for a command sees the end of file
-    for process in processes:
-        process.join(_STOP_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-    processes.clear()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 # ---- in the worker process
@@ -220,15 +237,17 @@ def _run_worker(
     replies: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
-    threading.Thread(target=_exit_with_parent, args=(store_path,), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(store_path,), daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
     receiver = ChannelReceiver(commands, tp_rank - 1, tp_size - 1)
     try:
         replies.send(None)
-        runner = spec.build(join_group(store_path, tp_rank, tp_size, spec.device(tp_rank)))
+        parallel = spec.join(store_path, tp_rank)
+        runner = spec.build(parallel)
         replies.send(None)
         _serve(runner, receiver, replies)
         runner.close()
+        parallel.close()
     except EOFError:
         pass  # rank 0 is gone
     except BaseException:
@@ -256,13 +275,3 @@ def _serve(runner: ModelRunner, receiver: ChannelReceiver, replies: Connection) 
             replies.send(None)
         else:
             return
-
-
-def _exit_with_parent(store_path: str) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    # A parent that was killed could not do it.
-    shutil.rmtree(Path(store_path).parent, ignore_errors=True)
-    # Not sys.exit: the main thread may wait in a collective that will never end.
-    os._exit(1)
