@@ -116,9 +116,10 @@ class PeerMemory:
         self._stop.fill_(1)
 
     def close(self) -> None:
-        """Unmap the other ranks' memory and free this one's. Waits for the device."""
-        del self._memory, self._inboxes, self._buffer
-        c10d._unregister_process_group(self._name)  # type: ignore[arg-type]  # a str is one
+        """Unmap the others' memory and free ours, once. Waits for the device."""
+        if hasattr(self, "_memory"):
+            del self._memory, self._inboxes, self._buffer
+            c10d._unregister_process_group(self._name)  # type: ignore[arg-type]  # a str is one
 
 
 def make_peer_memory(

@@ -103,7 +103,7 @@ class TensorParallelExecutor(LocalExecutor):
     def close(self) -> None:
         self._group.close()
         super().close()
-        self._group.leave()
+        self._group.parallel.close()
 
 
 def make_executor(

@@ -51,11 +51,9 @@ class RunnerSpec:
 
     def join(self, store_path: str, tp_rank: int) -> ParallelContext:
         """Meet the other ranks at `store_path`."""
-        config, device = self.config, self.device(tp_rank)
-        use_peers = not config.disable_custom_all_reduce
-        return join_group(
-            store_path, tp_rank, config.tensor_parallel_size, device, use_peers=use_peers
-        )
+        size, device = self.config.tensor_parallel_size, self.device(tp_rank)
+        use_peers = not self.config.disable_custom_all_reduce
+        return join_group(store_path, tp_rank, size, device, use_peers=use_peers)
 
     def build(self, parallel: ParallelContext) -> ModelRunner:
         device = self.device(parallel.tp_rank)
@@ -83,19 +81,19 @@ class WorkerGroup:
                 "Put the script's code under `if __name__ == '__main__':`."
             )
         self._spec = spec
-        self._tp_size = tp_size
-        # Readable by this user only, and gone once all ranks have met.
-        self._directory = tempfile.mkdtemp(prefix="nanovllm-")
+        # Readable by this user only.
+        directory = tempfile.mkdtemp(prefix="nanovllm-")
+        self._store_path = str(Path(directory) / "store")
         context = multiprocessing.get_context("spawn")
         self._processes: list[BaseProcess] = []
         self._commands: list[Connection] = []
         self._replies: list[Connection] = []
         self._sender: ChannelSender | None = None
-        self._parallel: ParallelContext | None = None
+        self.parallel = ParallelContext.single()  # until rank 0 joins
         self._watch: ProcessWatch | None = None
         self._is_out_of_step = False
         self._finalizer = weakref.finalize(
-            self, end_processes, self._processes, self._commands, self._directory
+            self, end_processes, self._processes, self._commands, directory
         )
         for rank in range(1, tp_size):
             commands, worker_commands = context.Pipe()
@@ -116,15 +114,11 @@ class WorkerGroup:
         pids = [process.pid or 0 for process in self._processes]
         self._sender = ChannelSender(self._commands, pids)
 
-    @property
-    def _store_path(self) -> str:
-        return str(Path(self._directory) / "store")
-
     def join(self) -> ParallelContext:
         """Meet the workers; call once, on rank 0. From then on one that ends ends collectives."""
-        self._parallel = self._spec.join(self._store_path, 0)
-        self._watch = ProcessWatch(self._processes, self._parallel.abort)
-        return self._parallel
+        self.parallel = self._spec.join(self._store_path, 0)
+        self._watch = ProcessWatch(self._processes, self.parallel.abort)
+        return self.parallel
 
     def send(self, kind: bytes, payload: bytes) -> None:
         assert self._sender is not None
@@ -178,9 +172,8 @@ class WorkerGroup:
 
     def check_alive(self, patience_s: float = 0.0) -> None:
         """Raise with a worker's traceback if one has failed or ended."""
-        for place, (process, replies) in enumerate(
-            zip(self._processes, self._replies, strict=True)
-        ):
+        for rank, process in enumerate(self._processes, 1):
+            replies = self._replies[rank - 1]
             process.join(patience_s)
             if process.is_alive():
                 continue
@@ -190,7 +183,7 @@ class WorkerGroup:
                 except EOFError:
                     break
             raise RuntimeError(
-                f"Tensor-parallel worker {place + 1} ended with exit code {process.exitcode} "
+                f"Tensor-parallel worker {rank} ended with exit code {process.exitcode} "
                 "(negative: killed by that signal). The engine must be closed. If it ended at "
                 "start-up, is the script's code under `if __name__ == '__main__':`?"
             )
@@ -211,12 +204,6 @@ class WorkerGroup:
             self._sender.close()
             self._sender = None
         self._finalizer()
-
-    def leave(self) -> None:
-        """Give back what collectives hold, once the runner is closed. Another call does nothing."""
-        parallel, self._parallel = self._parallel, None
-        if parallel is not None:
-            parallel.close()
 
     def _read_reply(self, replies: Connection) -> None:
         error = replies.recv()

@@ -51,7 +51,7 @@ def share_right(llm, sums):
 
 
 def peers_of(llm):
-    return llm._engine._executor._group._parallel.peers
+    return llm._engine._executor._group.parallel.peers
 
 
 def test_gpus_of_one_host_share_memory(demo_model, sums, caplog):
