@@ -143,6 +143,7 @@ def _launch(
 ) -> None:
     _, out_features, in_features = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weights must be contiguous"
+    assert plan.tiles.is_contiguous(), "fields one after another"
     # A slice of a size, as ranks have it, may be no multiple: shorter steps beat masked loads.
     even = gcd(in_features, config.block_k)
     block_k = even if even >= 32 else config.block_k

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from nanovllm.kernels._triton import use_triton
 from nanovllm.kernels.split_gemm import split_gemm
 from nanovllm.layers.linear import ReplicatedLinear, divide
 from nanovllm.moe.grouped_gemm import config_for, down, gate_up
@@ -70,7 +71,9 @@ class Experts(nn.Module):
         """
         num_experts = len(self.down_proj)
         config = config_for(expert_ids.numel(), num_experts, x.dtype)
-        plan = make_plan(expert_ids, num_experts, config.block_m)
+        # Plain torch takes all rows of an expert at once.
+        block_m = config.block_m if use_triton(x) else expert_ids.numel()
+        plan = make_plan(expert_ids, num_experts, block_m)
         activated = gate_up(x, self.gate_up_proj, plan, config.gate_up)
         return down(activated, self.down_proj, plan, pair_weights, config.down)
 

@@ -41,15 +41,16 @@ def make_plan(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Plan:
 def make_plan_reference(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Plan:
     """Plain torch form of `make_plan`; waits for the device."""
     flat = expert_ids.flatten()
-    tiles = torch.zeros(3, max_num_tiles(flat.numel(), num_experts, block_m), dtype=torch.int32)
-    num_tiles = first = 0
+    tiles: list[tuple[int, int, int]] = []
+    first = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
         end = first + count
-        while first < end:
-            tiles[:, num_tiles] = torch.tensor([expert, first, min(first + block_m, end)])
-            first = min(first + block_m, end)
-            num_tiles += 1
-    return Plan(flat.argsort(stable=True).int(), tiles.to(flat.device), block_m)
+        tiles += [(expert, i, min(i + block_m, end)) for i in range(first, end, block_m)]
+        first = end
+    num_empty = max_num_tiles(flat.numel(), num_experts, block_m) - len(tiles)
+    tiles += [(0, 0, 0)] * num_empty
+    columns = torch.tensor(tiles, dtype=torch.int32, device=flat.device).T.contiguous()
+    return Plan(flat.argsort(stable=True).int(), columns, block_m)
 
 
 def make_plan_triton(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Plan:
