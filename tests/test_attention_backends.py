@@ -27,7 +27,7 @@ TOLERANCE = 3e-3 if DEVICE.type == "cuda" else 2e-5
 class Step:
     """One step over a cache of NaN in which only the sequences' tokens are written."""
 
-    def __init__(self, chunks, *, is_decode=False, block_size=BLOCK_SIZE):
+    def __init__(self, chunks, *, is_decode=False, block_size=BLOCK_SIZE, is_fp8=False):
         self.chunks, self.block_size = chunks, block_size
         generator = torch.Generator().manual_seed(0)
 
@@ -40,6 +40,7 @@ class Step:
         rows = torch.full((len(chunks) + 1, 2 + max(num_blocks)), -1, dtype=torch.int32)
         ids = torch.randperm(sum(num_blocks) + 1, generator=generator).tolist()
         self.keys, self.values, fresh = [], [], []
+        self.kv_scale = torch.tensor([[2.0**-6, 2.0**-7], [2.0**-7, 2.0**-6]], device=DEVICE)
         for row, (num_queries, seq_len) in enumerate(chunks):
             rows[row, 1] = seq_len
             pair = random(2, seq_len, NUM_KV_HEADS, HEAD_DIM)
@@ -47,6 +48,9 @@ class Step:
                 rows[row, 2 + index] = block = ids.pop()
                 part = pair[:, index * block_size : (index + 1) * block_size]
                 kv_cache[:, 0, block, : part.shape[1]] = part
+            if is_fp8:  # what is attended to, where also the fresh ones are not rounded
+                scale = self.kv_scale[:, None, :, None]
+                pair = (pair.float() / scale).to(torch.float8_e4m3fn).float() * scale
             self.keys.append(pair[0])
             self.values.append(pair[1])
             fresh.append(pair[:, seq_len - num_queries :] if seq_len else random(2, 1, 2, HEAD_DIM))
@@ -55,6 +59,11 @@ class Step:
         self.q, k, v = qkv.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
         k.copy_(torch.cat([pair[0] for pair in fresh]))
         v.copy_(torch.cat([pair[1] for pair in fresh]))
+        if is_fp8:
+            scale = self.kv_scale[:, None, None, None, :, None]
+            kv_cache = (kv_cache.float() / scale).to(torch.float8_e4m3fn)
+        else:
+            self.kv_scale = None
         self.tensors = (self.q, k, v, kv_cache[0, 0], kv_cache[1, 0])
         rows = rows.to(DEVICE)
         fields = {
@@ -87,12 +96,12 @@ class Step:
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             max_num_seqs=len(self.chunks) + 1,
-            dtype=DTYPE,
+            dtype=self.tensors[3].dtype,
             device=DEVICE,
         )
         metadata = backend.prepare(ForwardContext(**self.fields))
         context = ForwardContext(**self.fields, attn_metadata=metadata)
-        return backend.forward(*self.tensors, context)
+        return backend.forward(*self.tensors, context, self.kv_scale)
 
     def expected(self):
         outs, begin = [], 0
@@ -104,7 +113,7 @@ class Step:
             if seq_len == 0:
                 outs.append(torch.zeros_like(q))
                 continue
-            keys, values = (x.float().repeat_interleave(2, dim=1) for x in (keys, values))
+            keys, values = (x.to(q).repeat_interleave(2, dim=1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", q, keys) * HEAD_DIM**-0.5
             mask = torch.ones(num_queries, seq_len, dtype=torch.bool, device=DEVICE)
             mask = mask.tril(seq_len - num_queries)
@@ -127,6 +136,13 @@ def test_prompts_with_nothing_cached(name):
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_chunks_attend_to_their_cached_prefix(name, block_size):
     Step([(5, 21), (17, 17), (1, 48), (20, 70)], block_size=block_size).check(name)
+
+
+@pytest.mark.parametrize("name", ["sdpa", *BACKENDS[1:2]])
+def test_fp8_is_read_from_the_cache_also_where_k_and_v_are_fresh(name):
+    Step([(1, 1), (16, 16), (37, 37)], is_fp8=True).check(name)
+    Step([(5, 21), (17, 17), (1, 48), (20, 70)], is_fp8=True).check(name)
+    Step([(1, 40), (1, 0), (1, 1), (1, 0), (1, 150)], is_decode=True, is_fp8=True).check(name)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.kernels.paged_attention import dequantised, gather_pages
+from nanovllm.kernels.store_kv import as_words
 from nanovllm.utils.context import ForwardContext
 
 # Decode gathers keys and values of a slice of rows; this bounds the slice's temporary memory.
@@ -117,8 +118,11 @@ def _decode_slice(
     slots = (block_ids * block_size + positions % block_size).masked_fill(is_padding, 0)
     # index_select on flat rows: twice to four times as fast on a CPU as indexing with a matrix.
     shape = (*slots.shape, num_kv_heads, head_dim)
-    keys = k_cache.flatten(0, 1).flatten(1).index_select(0, slots.flatten()).view(shape)
-    values = v_cache.flatten(0, 1).flatten(1).index_select(0, slots.flatten()).view(shape)
+    keys, values = (
+        as_words(cache).flatten(0, 1).flatten(1).index_select(0, slots.flatten())
+        for cache in (k_cache, v_cache)
+    )
+    keys, values = keys.view(k_cache.dtype).view(shape), values.view(v_cache.dtype).view(shape)
     out = scaled_dot_product_attention(
         # The heads that share a kv head become its queries, so nothing is repeated.
         q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim),

@@ -26,19 +26,21 @@ class DecodeTuning:
     overhead_tokens: int = 96  # what a program's start and end cost, in tokens it could have read
 
 
+# Up to so many rows: a DecodeTuning; see tests/gpu/bench_attention.py.
+_ANY = 1 << 30
+_HALF = {4: (64, 4, 3, 2), 48: (32, 2, 4, 4), 96: (64, 4, 4, 2), _ANY: (64, 4, 3, 3)}
+_FP8 = {4: (64, 4, 3, 2, 192), 48: (64, 2, 4, 4, 192), _ANY: (64, 4, 3, 4, 192)}
+
+
 def default_tuning(head_dim: int, dtype: torch.dtype, num_seqs: int) -> DecodeTuning:
-    """Return what is best on an H200 at head_dim 128 in bfloat16, scaled to keep a tile's bytes."""
-    # (up to so many rows) tile, warps, stages, programs an SM; see tests/gpu/bench_attention.py
-    if num_seqs <= 4:
-        tile, num_warps, num_stages, per_sm = 64, 4, 3, 2
-    elif num_seqs <= 48:
-        tile, num_warps, num_stages, per_sm = 32, 2, 4, 4
-    elif num_seqs <= 96:
-        tile, num_warps, num_stages, per_sm = 64, 4, 4, 2
-    else:
-        tile, num_warps, num_stages, per_sm = 64, 4, 3, 3
+    """Return what is best on an H200 at head_dim 128, scaled to keep a tile's bytes.
+
+    dtype: the KV cache's
+    """
+    table = _FP8 if dtype.itemsize == 1 else _HALF
+    tile, *others = next(tuning for limit, tuning in table.items() if num_seqs <= limit)
     tile = max(16, min(tile, tile * 256 // (head_dim * dtype.itemsize)))
-    return DecodeTuning(tile, num_warps, num_stages, per_sm)
+    return DecodeTuning(tile, *others)
 
 
 @dataclass(frozen=True, slots=True)

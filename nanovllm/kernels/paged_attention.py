@@ -8,8 +8,15 @@ import torch
 
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.decode_plan import ITEM_WIDTH, DecodeWork
+from nanovllm.kernels.store_kv import as_words
 
 _LOG2_E = 1.4426950408889634
+# Two int16 to their two low and their two high bytes. Triton's own casts take 40 % more
+# instructions in all for the whole loop.
+_UNPACK_E4M3 = (
+    "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+    " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
 
 
 def paged_attention_reference(
@@ -18,17 +25,31 @@ def paged_attention_reference(
     kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `paged_attention_triton`, row by row and in float32; `work` is not used."""
-    group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for row, seq_len in enumerate(seq_lens.tolist()):
-        if seq_len == 0:
-            continue
-        pages = (block_tables[row], seq_len, kv_scale)
-        keys = gather_pages(k_cache, 0, *pages).repeat_interleave(group, dim=1)
-        values = gather_pages(v_cache, 1, *pages).repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
-        out[row] = torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), values).to(q.dtype)
+        if seq_len:
+            pages = (block_tables[row], seq_len, kv_scale)
+            out[row] = attend_to_pages(q[row : row + 1], k_cache, v_cache, *pages, scale)[0]
     return out
+
+
+def attend_to_pages(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+    seq_len: int, kv_scale: torch.Tensor | None, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Attend causally from the last tokens of one sequence, in float32; for references.
+
+    q: [num_queries, num_heads, head_dim], block_table: [max_blocks] int32
+    """
+    group = q.shape[1] // k_cache.shape[2]
+    pages = (block_table, seq_len, kv_scale)
+    keys = gather_pages(k_cache, 0, *pages).repeat_interleave(group, dim=1)
+    values = gather_pages(v_cache, 1, *pages).repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,lhd->hql", q.float(), keys) * scale
+    positions = torch.arange(seq_len, device=q.device)
+    is_hidden = positions > positions[seq_len - len(q) :, None]
+    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hql,lhd->qhd", weights, values).to(q.dtype)
 
 
 def gather_pages(
@@ -40,8 +61,8 @@ def gather_pages(
     cache: [num_blocks, block_size, num_kv_heads, head_dim], block_table: [max_blocks] int32
     """
     num_blocks = -(-seq_len // cache.shape[1])
-    tokens = cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
-    return dequantised(tokens, index, kv_scale, dtype)
+    words = as_words(cache)[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    return dequantised(words.view(cache.dtype), index, kv_scale, dtype)
 
 
 def dequantised(
@@ -78,6 +99,7 @@ def paged_attention_triton(
     assert q.stride(2) == 1 and q.stride(1) == head_dim, "heads of a row must be contiguous"
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert block_tables.stride(1) == 1, "block tables may be strided between rows only"
+    k_cache, v_cache = as_words(k_cache), as_words(v_cache)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tuning = plan.tuning(num_seqs)
     block_group = triton.next_power_of_2(group)
@@ -93,6 +115,7 @@ def paged_attention_triton(
         # 32 values a thread; 64 would halve the programs that fit an SM.
         MERGE_PARTS=max(1, min(16, 1024 * tuning.num_warps // (block_group * head_dim))),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        UNPACK=_UNPACK_E4M3 if q.is_cuda else None,  # the interpreter knows no PTX
         num_warps=tuning.num_warps, num_stages=tuning.num_stages, **pdl_options(q),
     )  # fmt: skip
     return out
@@ -108,7 +131,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     ITEM_WIDTH: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, UNPACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -130,19 +153,29 @@ def _decode_kernel(
     dims = tl.arange(0, HEAD_DIM)[None, :]
     is_head = heads < GROUP
     head_offsets = (kv_head * GROUP + heads) * HEAD_DIM + dims
-    q_tile = tl.load(q + row.to(tl.int64) * stride_q + head_offsets, mask=is_head, other=0.0)
-    if kv_scale is not None:
+    q_row = q + row.to(tl.int64) * stride_q
+    if kv_scale is None:
+        columns = dims
+        q_tile = tl.load(q_row + head_offsets, mask=is_head, other=0.0)
+        acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    else:
+        # e4m3 comes in pairs, as int16, since no instruction transposes a tile of single bytes on
+        # its way to the tensor cores; even and odd dims then go separate ways. It becomes float16:
+        # one instruction for two, and nothing is rounded.
+        columns = tl.arange(0, HEAD_DIM // 2)[None, :]
+        q_pairs = q_row + (kv_head * GROUP + heads) * HEAD_DIM + 2 * columns
+        DOT: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
+        q_tile = tl.load(q_pairs, mask=is_head, other=0.0).to(DOT)
+        q_odd = tl.load(q_pairs + 1, mask=is_head, other=0.0).to(DOT)
+        acc = tl.zeros([BLOCK_GROUP, HEAD_DIM // 2], tl.float32)
+        acc_odd = acc
         scale *= tl.load(kv_scale + kv_head)
-        if q_tile.dtype != tl.float32:
-            # e4m3 becomes float16 in one instruction, and exactly; so do p and any sane q.
-            q_tile = q_tile.to(tl.float16)
-    k_head = k_cache + kv_head * stride_head + dims
-    v_head = v_cache + kv_head * stride_head + dims
+    k_head = k_cache + kv_head * stride_head + columns
+    v_head = v_cache + kv_head * stride_head + columns
     table = block_tables + row.to(tl.int64) * stride_table
 
     max_score = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
-    acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
     next_blocks = block_ids(table, begin, end, PAGE, TILE)
     for start in range(begin, end, TILE):
         # Read one turn ahead: else each turn's loads would wait for the table's.
@@ -152,27 +185,35 @@ def _decode_kernel(
         offsets = blocks.to(tl.int64) * stride_block + (tokens % PAGE) * stride_token
         # Masked, as unwritten cache may hold NaN, and 0 * NaN is NaN.
         is_token = tokens < end
-        keys = tl.load(k_head + offsets[:, None], mask=is_token[:, None], other=0.0).to(
-            q_tile.dtype
-        )
-        scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale
+        keys = tl.load(k_head + offsets[:, None], mask=is_token[:, None], other=0.0)
+        if kv_scale is None:
+            scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale
+        else:
+            even, odd = _unpack(keys, DOT, UNPACK)
+            scores = tl.dot(q_tile, tl.trans(even), input_precision=PRECISION)
+            scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision=PRECISION) * scale
         scores = tl.where(is_token[None, :], scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_max[:, None])
         decay = tl.exp2(max_score - new_max)
         total = total * decay + tl.sum(weights, axis=1)
-        values = tl.load(v_head + offsets[:, None], mask=is_token[:, None], other=0.0).to(
-            q_tile.dtype
-        )
+        values = tl.load(v_head + offsets[:, None], mask=is_token[:, None], other=0.0)
         acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        weights = weights.to(q_tile.dtype)
+        if kv_scale is None:
+            acc = tl.dot(weights, values, acc, input_precision=PRECISION)
+        else:
+            even, odd = _unpack(values, DOT, UNPACK)
+            acc = tl.dot(weights, even, acc, input_precision=PRECISION)
+            acc_odd *= decay[:, None]
+            acc_odd = tl.dot(weights, odd, acc_odd, input_precision=PRECISION)
         max_score = new_max
 
     if PDL:
         # Not earlier: waiting programs of the next kernel would take room from those that read.
         tl.extra.cuda.gdc_launch_dependents()
     if kv_scale is not None:
-        acc *= tl.load(kv_scale + num_kv_heads + kv_head)
+        acc = tl.interleave(acc, acc_odd) * tl.load(kv_scale + num_kv_heads + kv_head)
     # A padding row has no tokens: 0 / 1.
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_row = out + row.to(tl.int64) * (num_kv_heads * GROUP * HEAD_DIM)
@@ -195,6 +236,19 @@ def _decode_kernel(
                 out_row + kv_head * GROUP * HEAD_DIM, num_parts, num_kv_heads * GROUP,
                 GROUP, HEAD_DIM, MERGE_GROUP, MERGE_PARTS,
             )  # fmt: skip
+
+
+@triton.jit
+def _unpack(pairs, DOT: tl.constexpr, PTX: tl.constexpr):
+    """Return the low and the high bytes of int16, which are e4m3, as numbers."""
+    if PTX is not None:
+        low, high = tl.inline_asm_elementwise(
+            PTX, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        low = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        high = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return low.to(DOT), high.to(DOT)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels._triton import tl, triton
-from nanovllm.kernels.paged_attention import block_ids, gather_pages
+from nanovllm.kernels.paged_attention import attend_to_pages, block_ids
 
 _LOG2_E = 1.4426950408889634
 
@@ -14,20 +14,12 @@ def paged_prefill_reference(
     kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `paged_prefill_triton`, sequence by sequence and in float32."""
-    group = q.shape[1] // k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     edges = cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(seq_lens.tolist()):
         chunk = slice(edges[seq], edges[seq + 1])
-        num_queries = chunk.stop - chunk.start
         pages = (block_tables[seq], seq_len, kv_scale)
-        keys = gather_pages(k_cache, 0, *pages).repeat_interleave(group, dim=1)
-        values = gather_pages(v_cache, 1, *pages).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,lhd->hql", q[chunk].float(), keys) * scale
-        positions = torch.arange(seq_len, device=q.device)
-        is_hidden = positions > positions[seq_len - num_queries :, None]
-        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
-        out[chunk] = torch.einsum("hql,lhd->qhd", weights, values).to(q.dtype)
+        out[chunk] = attend_to_pages(q[chunk], k_cache, v_cache, *pages, scale)
     return out
 
 
@@ -118,7 +110,7 @@ def _prefill_kernel(
     if kv_scale is not None:
         scale *= tl.load(kv_scale + kv_head)
         if q_tile.dtype != tl.float32:
-            q_tile = q_tile.to(tl.float16)  # as in decode
+            q_tile = q_tile.to(tl.float16)  # as in decode, e4m3 becomes it without rounding
     k_head = k_cache + kv_head * stride_head + dims
     v_head = v_cache + kv_head * stride_head + dims
     table = block_tables + seq.to(tl.int64) * stride_table

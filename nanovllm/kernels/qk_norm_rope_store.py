@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import rms_norm_reference
-from nanovllm.kernels.store_kv import store_kv, to_e4m3_range
+from nanovllm.kernels.store_kv import store_kv
 
 
 def qk_norm_rope_store(
@@ -24,8 +24,7 @@ def qk_norm_rope_store(
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in place
         kv_scale: [2, num_kv_heads] float32, as `store_kv` has it, for an fp8 cache
     """
-    # The kernel's tiles are powers of two. Other head sizes rotate in torch (no host sync, so a
-    # graph can capture it) and store with `store_kv`, which takes any size.
+    # The kernel's tiles are powers of two. Other head sizes rotate and store in torch.
     has_tile = head_dim >= 16 and head_dim & (head_dim - 1) == 0
     kernel = qk_norm_rope_store_triton if use_triton(qkv) and has_tile else None
     (kernel or qk_norm_rope_store_reference)(
@@ -105,7 +104,7 @@ def _qk_norm_rope_store_kernel(
         value = tl.load(source, mask=mask, other=0.0)
         if kv_scale is not None:
             scale = tl.load(kv_scale + NUM_KV_HEADS + heads, mask=mask, other=1.0)
-            value = to_e4m3_range(value, scale)
+            value = _to_e4m3_range(value, scale)
         if cache_row >= 0:
             target = v_cache + cache_row + heads * HEAD_DIM + whole
             tl.store(target, value.to(v_cache.dtype.element_ty), mask=mask)
@@ -142,8 +141,8 @@ def _qk_norm_rope_store_kernel(
     tl.store(pointers + HALF, new_second, mask=mask)
     if kv_scale is not None:
         scale = tl.load(kv_scale + heads, mask=heads < NUM_KV_HEADS, other=1.0)
-        new_first = to_e4m3_range(new_first, scale)
-        new_second = to_e4m3_range(new_second, scale)
+        new_first = _to_e4m3_range(new_first, scale)
+        new_second = _to_e4m3_range(new_second, scale)
     if is_key & (cache_row >= 0):
         target = k_cache + cache_row + heads * HEAD_DIM + columns
         tl.store(target, new_first.to(k_cache.dtype.element_ty), mask=mask)
@@ -153,3 +152,9 @@ def _qk_norm_rope_store_kernel(
 @triton.jit
 def _round(x, like):
     return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _to_e4m3_range(x, scale):
+    """Divide by the scale; what is beyond the range of e4m3 saturates."""
+    return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0)
