@@ -124,7 +124,8 @@ class Step:
     def check(self, name):
         out = self.run(name)
         assert out.is_contiguous()
-        torch.testing.assert_close(out, self.expected(), atol=TOLERANCE, rtol=TOLERANCE)
+        tolerance = TOLERANCE if self.kv_scale is None else 3e-3  # Triton's products are float16's
+        torch.testing.assert_close(out, self.expected(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

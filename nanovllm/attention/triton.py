@@ -20,13 +20,9 @@ class TritonBackend:
     ) -> None:  # fmt: skip
         self._scale = head_dim**-0.5 if scale is None else scale
         self._plan = DecodePlan(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_num_seqs=max_num_seqs,
-            dtype=dtype,
-            device=device,
-        )
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            max_num_seqs=max_num_seqs, dtype=dtype, device=device,
+        )  # fmt: skip
 
     def prepare(self, ctx: ForwardContext) -> DecodeWork | None:
         return self._plan.cut(ctx.seq_lens) if ctx.is_decode else None

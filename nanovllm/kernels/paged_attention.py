@@ -164,9 +164,8 @@ def _decode_kernel(
         # one instruction for two, and nothing is rounded.
         columns = tl.arange(0, HEAD_DIM // 2)[None, :]
         q_pairs = q_row + (kv_head * GROUP + heads) * HEAD_DIM + 2 * columns
-        DOT: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
-        q_tile = tl.load(q_pairs, mask=is_head, other=0.0).to(DOT)
-        q_odd = tl.load(q_pairs + 1, mask=is_head, other=0.0).to(DOT)
+        q_tile = tl.load(q_pairs, mask=is_head, other=0.0).to(tl.float16)
+        q_odd = tl.load(q_pairs + 1, mask=is_head, other=0.0).to(tl.float16)
         acc = tl.zeros([BLOCK_GROUP, HEAD_DIM // 2], tl.float32)
         acc_odd = acc
         scale *= tl.load(kv_scale + kv_head)
@@ -189,9 +188,8 @@ def _decode_kernel(
         if kv_scale is None:
             scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale
         else:
-            even, odd = _unpack(keys, DOT, UNPACK)
-            scores = tl.dot(q_tile, tl.trans(even), input_precision=PRECISION)
-            scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision=PRECISION) * scale
+            even, odd = _unpack(keys, UNPACK)
+            scores = tl.dot(q_odd, tl.trans(odd), tl.dot(q_tile, tl.trans(even))) * scale
         scores = tl.where(is_token[None, :], scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_max[:, None])
@@ -203,10 +201,9 @@ def _decode_kernel(
         if kv_scale is None:
             acc = tl.dot(weights, values, acc, input_precision=PRECISION)
         else:
-            even, odd = _unpack(values, DOT, UNPACK)
-            acc = tl.dot(weights, even, acc, input_precision=PRECISION)
-            acc_odd *= decay[:, None]
-            acc_odd = tl.dot(weights, odd, acc_odd, input_precision=PRECISION)
+            even, odd = _unpack(values, UNPACK)
+            acc = tl.dot(weights, even, acc)
+            acc_odd = tl.dot(weights, odd, acc_odd * decay[:, None])
         max_score = new_max
 
     if PDL:
@@ -239,16 +236,14 @@ def _decode_kernel(
 
 
 @triton.jit
-def _unpack(pairs, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Return the low and the high bytes of int16, which are e4m3, as numbers."""
+def _unpack(pairs, PTX: tl.constexpr):
+    """Return the low and the high bytes of int16, which are e4m3, as float16."""
     if PTX is not None:
-        low, high = tl.inline_asm_elementwise(
-            PTX, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    else:
-        low = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True)
-        high = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
-    return low.to(DOT), high.to(DOT)
+        dtypes: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [pairs], dtypes, is_pure=True, pack=2)
+    low = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    high = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return low.to(tl.float16), high.to(tl.float16)
 
 
 @triton.jit

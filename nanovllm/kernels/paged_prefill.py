@@ -109,8 +109,7 @@ def _prefill_kernel(
     kv_head = head // GROUP
     if kv_scale is not None:
         scale *= tl.load(kv_scale + kv_head)
-        if q_tile.dtype != tl.float32:
-            q_tile = q_tile.to(tl.float16)  # as in decode, e4m3 becomes it without rounding
+        q_tile = q_tile.to(tl.float16)  # as in decode: e4m3 becomes it without rounding
     k_head = k_cache + kv_head * stride_head + dims
     v_head = v_cache + kv_head * stride_head + dims
     table = block_tables + seq.to(tl.int64) * stride_table

@@ -88,7 +88,9 @@ class Case:
         plan.partial_out.fill_(float("nan"))
         plan.partial_lse.fill_(float("nan"))
         actual = paged_attention_triton(*self.arguments(plan.cut(self.seq_lens)))
-        tolerance = TOLERANCE[self.dtype]
+        # In fp8 the kernel's products are float16's also for float32 queries.
+        is_fp32 = self.dtype == torch.float32 and self.kv_scale is not None
+        tolerance = TOLERANCE[torch.float16 if is_fp32 else self.dtype]
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         assert not plan.num_done.any()
 

@@ -69,7 +69,8 @@ def check(
         head_dim**-0.5,
         kv_scale,
     )
-    tolerance = TOLERANCE[dtype]
+    # In fp8 the kernel's products are float16's also for float32 queries.
+    tolerance = TOLERANCE[torch.float16 if is_fp8 and dtype == torch.float32 else dtype]
     torch.testing.assert_close(
         paged_prefill_triton(*arguments, blocks=blocks),
         paged_prefill_reference(*arguments),
