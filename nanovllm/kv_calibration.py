@@ -36,7 +36,7 @@ def calibrate(
     rounds nothing, and sums in another order (more ranks, another device) seldom change them.
     All ranks call it together, as the model has collectives.
     """
-    device, dtype = scales.device, next(model.parameters()).dtype
+    device, dtype = scales.device, model.model.norm.weight.dtype  # norms are never quantised
     num_blocks = -(-_NUM_TOKENS // shape.block_size)
     cache = replace(shape, dtype=dtype).allocate(num_blocks, device)
     random = np.random.RandomState(_SEED)  # its stream is frozen, also between versions
