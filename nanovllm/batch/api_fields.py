@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -143,16 +144,17 @@ def template_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 def _int_keys(biases: Any) -> Any:
     if not isinstance(biases, dict):
         return biases
-    try:
-        return {int(token_id): bias for token_id, bias in biases.items()}
-    except ValueError as error:
-        raise ValueError(f"logit_bias has a key that is no token id: {error}") from error
+    for key in biases:
+        # Not whatever `int` takes: " 7", "1_0" and "07" would be guesses, and two of them one id.
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+            raise ValueError(f"logit_bias has the key {key[:40]!r}, which is no token id")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def _check(body: Mapping[str, Any], allowed: set[str]) -> None:
     for name, value in body.items():
         if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, n=1)
+            close = difflib.get_close_matches(name[:100], allowed, n=1)  # slow for long ones
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"unknown field {name!r} in body.{hint}")
         values = _ONLY_VALUES.get(name)

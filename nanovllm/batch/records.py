@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any
 
 from nanovllm.batch.api_fields import (
@@ -20,6 +21,7 @@ from nanovllm.batch.api_fields import (
     text_of_messages,
 )
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.json_file import unambiguous
 
 _ID_PREFIX = "batch_req_"
 DUPLICATE = "duplicate_custom_id"
@@ -34,6 +36,7 @@ _RESULT_KEYS = (
     "token_logprobs",
 )
 _DIGEST_CHARS = 12
+_MAX_REASON_CHARS = 1000  # a reason quotes what it refuses, which may be the whole of a long line
 _NOT_IN_A_LINE = {"logits_processors", "prompt_logprobs", "detokenize"}
 
 
@@ -48,7 +51,7 @@ class BadLine(Exception):
         code: str = "invalid_request",
         plain: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(reason)
+        super().__init__(_shortened(reason))
         self.custom_id = custom_id
         self.code = code
         self.plain = plain  # the line's object, if it has the plain form
@@ -84,7 +87,8 @@ class LineParser:
         custom_id = data.get("custom_id")
         is_plain = not {"body", "url", "method"} & data.keys()
         if custom_id is not None and (not isinstance(custom_id, str) or not custom_id):
-            raise BadLine(f"custom_id must be a string that is not empty, got {custom_id!r}")
+            kind = type(custom_id).__name__
+            raise BadLine(f"custom_id must be a string that is not empty, got one of type {kind}")
         try:
             make = self._plain_job if is_plain else self._api_job
             return replace(make(data, custom_id, line_number), digest=line_digest(line))
@@ -99,7 +103,7 @@ class LineParser:
         if len(given) != 1:
             raise ValueError(
                 f"a line has 'prompt' or 'messages' (or custom_id, method, url, body), "
-                f"got the keys {', '.join(map(repr, data)) or 'none'}"
+                f"got the keys {', '.join(map(repr, islice(data, 10))) or 'none'}"
             )
         if taken := _taken_keys(data):
             raise ValueError(f"the key {taken[0]!r} is where the result goes; rename it")
@@ -266,7 +270,12 @@ def dump_line(record: dict[str, Any]) -> bytes:
 def _load(line: bytes) -> dict[str, Any]:
     try:
         text = line.decode("utf-8-sig")
-        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        data = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=unambiguous,
+        )
     except RecursionError:
         raise BadLine("is nested too deeply", code="invalid_json") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -281,6 +290,13 @@ def _load(line: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise BadLine(f"must be a JSON object, got {type(data).__name__}", code="invalid_json")
     return data
+
+
+def _shortened(reason: str) -> str:
+    if len(reason) <= _MAX_REASON_CHARS:
+        return reason
+    # What to do stands at the end.
+    return f"{reason[: _MAX_REASON_CHARS // 2]} ... {reason[-_MAX_REASON_CHARS // 2 :]}"
 
 
 def _refuse_constant(name: str) -> None:

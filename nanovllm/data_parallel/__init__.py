@@ -113,7 +113,9 @@ class DataParallelLLM:
             model_config.vocab_size,
             allows_processors=False,
         )
-        eos_ids = stop_token_ids(self._model_dir, tokenizer, model_config.eos_token_ids)
+        eos_ids = stop_token_ids(
+            self._model_dir, tokenizer, model_config.eos_token_ids, model_config.vocab_size
+        )
         return RequestBuilder(
             tokenizer, limits, eos_ids, config.seed, is_taken=lambda request_id: False
         )

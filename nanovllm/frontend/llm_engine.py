@@ -19,6 +19,7 @@ from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
 from nanovllm.frontend.start_up import (
     check_kv_cache,
+    check_positions,
     check_ranks,
     memory_errors_named,
     prefix_root,
@@ -26,6 +27,7 @@ from nanovllm.frontend.start_up import (
 from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
+from nanovllm.models.size_check import check_sizes
 from nanovllm.outputs import RequestOutput
 from nanovllm.quantization.formats import with_quantization
 from nanovllm.utils.device import resolve_device
@@ -54,7 +56,9 @@ class LLMEngine:
         tokenizer = load_tokenizer(
             directory if config.tokenizer is None else find_model(config.tokenizer)
         )
-        eos_ids = stop_token_ids(directory, tokenizer, model_config.eos_token_ids)
+        eos_ids = stop_token_ids(
+            directory, tokenizer, model_config.eos_token_ids, model_config.vocab_size
+        )
         max_len = config.max_model_len or model_config.max_context_len
         if max_len > model_config.max_context_len:
             raise ValueError(
@@ -64,6 +68,9 @@ class LLMEngine:
         device = resolve_device(config.device)
         check_ranks(model_config, config.tensor_parallel_size, device)
         check_kv_cache(config, device)
+        check_positions(config, model_config, max_len, directory)
+        if config.load_format == "auto":
+            check_sizes(model_config, directory)
         root_hash = prefix_root(config, model_config, directory)
         model_config = with_quantization(model_config, config, device)
         overlap = config.enable_overlap

@@ -12,6 +12,8 @@ from nanovllm.config import Config
 from nanovllm.lora.adapter import adapter_digest, check_adapter
 from nanovllm.models.model_config import ModelConfig
 
+_MAX_TABLE_BYTES = 2**30
+
 
 def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
     """Raise a ValueError with both numbers where `tp_size` ranks cannot share the model."""
@@ -38,6 +40,21 @@ def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
         raise ValueError(
             f"tensor_parallel_size = {tp_size} needs as many GPUs, and torch sees "
             f"{torch.cuda.device_count()}. Lower it, or show more with CUDA_VISIBLE_DEVICES."
+        )
+
+
+def check_positions(config: Config, model: ModelConfig, max_len: int, model_dir: Path) -> None:
+    """Raise a ValueError where nobody asked for so long a context that its tables fill the memory.
+
+    A digit too many in config.json is met here, and not when memory is used up.
+    """
+    rows = (config.max_num_seqs + 1) * max_len // config.kvcache_block_size
+    num_bytes = 4 * (max_len * model.head_dim + rows)  # of the rotary table and of the block tables
+    if config.max_model_len is None and num_bytes > _MAX_TABLE_BYTES:
+        raise ValueError(
+            f"{model_dir}/config.json: max_position_embeddings (or the factor of its rope scaling) "
+            f"allows {max_len} positions, whose tables alone take {num_bytes / 2**30:.3g} GiB. "
+            "Pass max_model_len."
         )
 
 

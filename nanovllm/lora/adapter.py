@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from nanovllm.lora.settings import CONFIG_NAME, AdapterSettings, read_settings
-from nanovllm.utils.loader import check_castable, iterate_safetensors, name_list, open_safetensors
+from nanovllm.utils.loader import check_castable, name_list, open_safetensors, tensor_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def check_adapter(directory: str | Path, model_dir: Path, *, is_tied: bool) -> N
     is_tied: the head and the embedding are one table, which a LoRA on the head alone would split
     """
     adapter = load_adapter(directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in iterate_safetensors(model_dir)}
+    shapes = tensor_shapes(model_dir)
     try:
         _check_names(adapter, shapes)
         _check_targets(adapter, shapes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_float, check_int
+from nanovllm.utils.json_file import read_json_object
 
 CONFIG_NAME = "adapter_config.json"
 _MERGE_YOURSELF = (
@@ -70,12 +70,7 @@ def read_settings(directory: Path) -> AdapterSettings:
     Format: https://huggingface.co/docs/peft/main/en/package_reference/lora
     """
     path = directory / CONFIG_NAME
-    try:
-        d = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(d, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(d).__name__}.")
+    d = read_json_object(path)
     try:
         return _read(d)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,5 @@
 """The facts of a model that its config.json states, checked before anything is built from them."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from nanovllm.models.registry import supported_architectures
 from nanovllm.models.rope_config import read_rope
 from nanovllm.models.window_config import read_sliding_window
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+from nanovllm.utils.json_file import read_json_object
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -80,13 +80,7 @@ def load_model_config(model_dir: str | Path) -> ModelConfig:
             f"{path} does not exist. The model must be a local directory with config.json, "
             "*.safetensors and a tokenizer."
         )
-    try:
-        d = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(d, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(d).__name__}.")
-    return ModelConfig.from_dict(d, str(path))
+    return ModelConfig.from_dict(read_json_object(path), str(path))
 
 
 def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:

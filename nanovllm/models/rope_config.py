@@ -9,6 +9,8 @@ from nanovllm.utils.checks import check_bool, check_float, check_int
 logger = logging.getLogger(__name__)
 
 _SUPPORTED = ("default", *get_args(RopeType))
+_MAX_FACTOR = 1e6  # far above every model
+_MAX_THETA = 1e30  # float32 holds it
 _PLACES = ("rope_parameters", "rope_scaling")  # transformers 5 and 4
 
 
@@ -55,7 +57,7 @@ def _refuse_partial_rotation(groups: dict[str, dict[str, Any]]) -> None:
 
 def _read_theta(groups: dict[str, dict[str, Any]]) -> float:
     thetas = {
-        name: check_float(name, group["rope_theta"], above=1)
+        name: check_float(name, group["rope_theta"], above=1, maximum=_MAX_THETA)
         for name, group in groups.items()
         if group.get("rope_theta") is not None
     }
@@ -163,7 +165,9 @@ class _Reader:
         return check_float(name, value, minimum=0)
 
     def factor(self) -> float:
-        return check_float(f"{self.place}.factor", self.take("factor"), minimum=1)
+        return check_float(
+            f"{self.place}.factor", self.take("factor"), minimum=1, maximum=_MAX_FACTOR
+        )
 
     def original(self, top_level: Any, max_position_embeddings: int) -> int:
         """The context before scaling; the top level wins, as in transformers."""

@@ -1,6 +1,5 @@
 """Read checkpoints: every tensor of a directory's safetensors files, exactly once, or an error."""
 
-import json
 import logging
 import re
 import time
@@ -11,6 +10,8 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from nanovllm.utils.json_file import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,27 @@ def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, torch.Tens
     All file names and headers are checked before the first tensor is yielded. Only .safetensors
     files are opened, never a pickle.
     """
-    directory = Path(model_dir)
+    for path, names in _names_by_file(Path(model_dir)):
+        with open_safetensors(path) as file:
+            for name in names:
+                try:
+                    tensor = file.get_tensor(name)
+                except SafetensorError as error:  # a dtype that torch does not have
+                    raise ValueError(f"{path}: {name}: {error}") from error
+                yield name, tensor
+
+
+def tensor_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the checkpoint, as the files' headers say."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, names in _names_by_file(Path(model_dir)):
+        with open_safetensors(path) as file:
+            shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in names)
+    return shapes
+
+
+def _names_by_file(directory: Path) -> list[tuple[Path, list[str]]]:
+    """Which tensors are to be read from which file: each tensor of the checkpoint once."""
     if not directory.is_dir():
         raise ValueError(
             f"{directory} is not a directory; a model is a directory with *.safetensors."
@@ -92,11 +113,10 @@ def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, torch.Tens
         _check_index_against_files(index_path, weight_map, names_of_file)
         owner.update({name: directory / file_name for name, file_name in weight_map.items()})
 
-    for path in paths:
-        with open_safetensors(path) as file:
-            for name in names_of_file[path]:
-                if owner[name] == path:
-                    yield name, file.get_tensor(name)
+    return [
+        (path, [name for name in names if owner[name] == path])
+        for path, names in names_of_file.items()
+    ]
 
 
 def open_safetensors(path: Path) -> safe_open:
@@ -167,11 +187,7 @@ def name_list(names: Iterable[str]) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
             f"{path}: 'weight_map' must be a non-empty object of tensor name to file name."

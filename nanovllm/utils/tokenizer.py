@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from transformers import PreTrainedTokenizerFast
+
+from nanovllm.utils.json_file import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -63,33 +64,38 @@ def load_tokenizer(directory: Path) -> Any | None:
     try:
         # Not AutoTokenizer: importing that takes seconds, and it may look into other code.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    except Exception as error:  # the library raises what its parsers happen to raise
+    except BaseException as error:  # the library raises what its parsers happen to raise
+        # What panics in Rust is no Exception, so that it ends programs: for a bad file it must not.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(f"The tokenizer of {directory} cannot be loaded: {error}") from error
     tokenizer.model_max_length = int(1e30)  # the engine checks lengths, with the prompt's index
     return tokenizer
 
 
 def stop_token_ids(
-    directory: Path, tokenizer: Any | None, config_ids: tuple[int, ...]
+    directory: Path, tokenizer: Any | None, config_ids: tuple[int, ...], vocab_size: int
 ) -> list[int]:
-    """All ids that end a text: those of config, generation_config and tokenizer together."""
+    """All ids that end a text: those of config, generation_config and tokenizer together.
+
+    Ids that the model cannot draw are left out, with a warning: they may be as large as memory.
+    """
     ids = set(config_ids) | set(_generation_config_ids(directory / "generation_config.json"))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return sorted(ids)
+    if outside := sorted(token_id for token_id in ids if token_id >= vocab_size):
+        logger.warning(
+            "%s: eos_token_id %s is beyond vocab_size = %d, so it never ends a text",
+            directory,
+            ", ".join(map(str, outside)),
+            vocab_size,
+        )
+    return sorted(ids.difference(outside))
 
 
 def load_generation_config(path: Path) -> dict[str, Any]:
     """The parsed generation_config.json, {} where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}.")
-    return values
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _generation_config_ids(path: Path) -> list[int]:

@@ -323,7 +323,9 @@ class Workload:
 
         max_tokens = rng.choice([1, 2, 5, 9, 20, 40 if rng.random() < 0.5 else None])
         options = {
-            "temperature": (temperature := sometimes(0.6, lambda: rng.choice([1e-4, 0.3, 1, 2]), 0)),
+            "temperature": (
+                temperature := sometimes(0.6, lambda: rng.choice([1e-4, 0.3, 1, 2]), 0)
+            ),
             "n": sometimes(0.2 if temperature else 0, lambda: rng.randint(2, 4), 1),
             "top_p": sometimes(0.2, lambda: rng.uniform(0.05, 1), 1.0),
             "top_k": sometimes(0.2, lambda: rng.choice([1, 2, 5, 40, 1000]), 0),

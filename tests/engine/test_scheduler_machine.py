@@ -83,7 +83,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies=st.integers(1, 3),
     )
     def add(
-        self, stem, num_common, own, max_tokens, ignore_eos, min_tokens, stop_ids, is_watched, copies
+        self,
+        stem,
+        num_common,
+        own,
+        max_tokens,
+        ignore_eos,
+        min_tokens,
+        stop_ids,
+        is_watched,
+        copies,
     ):
         num_cache_tokens = self.size["num_blocks"] * self.size["block_size"]
         prompt = ([*stem[:num_common], *own] or [2])[: min(59, num_cache_tokens)]
@@ -122,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def stop_string(self, data):
-        """A watched sequence got a token, and its text says stop: `finish` right behind `update`."""
+        """A watched sequence got a token and its text says stop: `finish` behind `update`."""
         if not self.engine.in_flight:
             return
         updates = self.engine.bring_in()
