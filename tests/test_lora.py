@@ -270,6 +270,10 @@ TABLE = torch.zeros(517, 64)
             "1 tensors that are no lora_A or lora_B .*embed_tokens.weight. Embeddings",
         ),
         (
+            lambda t: t.update({f"{PREFIX}lm_head.base_layer.weight": TABLE}),
+            "1 tensors .*lm_head.base_layer.weight. They are copies .*save_embedding_layers=False",
+        ),
+        (
             lambda t: t.update({f"{PREFIX}{Q0}.lora_magnitude_vector": torch.ones(128)}),
             "lora_magnitude_vector",
         ),
@@ -282,7 +286,7 @@ TABLE = torch.zeros(517, 64)
             "the model has no model.layers.7.self_attn.q_proj.weight",
         ),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, tiny_model, edit, match):
     adapter = write_adapter(tmp_path / "adapter", tiny_model)

@@ -55,10 +55,18 @@ def load_adapter(directory: str | Path) -> Adapter:
             else:
                 halves.setdefault(match["module"], {})[match["part"]] = file.get_tensor(name)
     if foreign:
+        advice = (
+            "Embeddings, biases, DoRA and modules_to_save are not supported: merge it with PEFT's "
+            "merge_and_unload() and pass the result as the model."
+        )
+        if all(name.endswith(".base_layer.weight") for name in foreign):
+            advice = (
+                "They are copies of the base weights, which PEFT adds beside an update of the "
+                "head: save it again with save_pretrained(..., save_embedding_layers=False)."
+            )
         raise ValueError(
             f"{path} has {len(foreign)} tensors that are no lora_A or lora_B of a linear layer: "
-            f"{name_list(foreign)}. Embeddings, biases, DoRA and modules_to_save are not "
-            "supported: merge it with PEFT's merge_and_unload() and pass the result as the model."
+            f"{name_list(foreign)}. {advice}"
         )
     if not halves:
         raise ValueError(f"{path} has no tensors.")
