@@ -439,7 +439,7 @@ def test_a_split_that_cannot_be_is_refused_before_a_worker_starts(tiny_model, mo
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    model = SimpleNamespace(num_heads=8, num_kv_heads=2, intermediate_size=64)
+    model = SimpleNamespace(num_heads=8, num_kv_heads=2, intermediate_size=64, moe=None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_ranks(model, 2, torch.device("cuda"))
     check_ranks(model, 8, torch.device("cpu"))
