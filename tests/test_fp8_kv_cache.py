@@ -135,6 +135,12 @@ def test_scales_are_powers_of_two_with_room_above_the_largest_value(tiny_llm):
     assert (used > 448 / 64).all() and (used < 448).all()
 
 
+def test_it_goes_with_fp8_weights(tiny_llm):
+    """Calibration asks for the model's dtype, which is not that of any weight."""
+    llm = tiny_llm(kv_cache_dtype="fp8", quantization="fp8")
+    assert all(len(tokens) == 16 for tokens in tokens_of(llm))
+
+
 def test_dummy_weights_are_calibrated_too(tiny_llm):
     llm = tiny_llm(kv_cache_dtype="fp8", load_format="dummy")
     assert (scales_of(llm) < 2**-4).all()

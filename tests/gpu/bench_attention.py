@@ -2,6 +2,7 @@
 
     python tests/gpu/bench_attention.py            # decode and prefill with the defaults
     python tests/gpu/bench_attention.py --sweep    # decode settings: best per batch, best overall
+    python tests/gpu/bench_attention.py --fp8 [--sweep]    # the same of a KV cache in fp8
 
 Decode runs inside a CUDA graph over several layers, so that L2 holds nothing between them. Results
 are first checked against the torch reference.
@@ -26,7 +27,7 @@ from nanovllm.kernels.paged_prefill import (
     paged_prefill_triton,
 )
 
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+DEVICE, DTYPE, FP8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 PAGE, HEAD_DIM, MAX_NUM_SEQS = 64, 128, 512
 COPY_BANDWIDTH = 4.24e12  # bytes/s of a plain copy on an H200
 L2_BYTES = 250e6  # rotate through several times the 50 MB there are
@@ -35,13 +36,15 @@ L2_BYTES = 250e6  # rotate through several times the 50 MB there are
 class DecodeCase:
     """One batch with its own pages in several layers; table rows are strided as in the engine."""
 
-    def __init__(self, lens: list[int], num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, lens: list[int], num_heads: int, num_kv_heads: int, dtype: torch.dtype = DTYPE
+    ) -> None:
         self.lens, self.num_heads, self.num_kv_heads = lens, num_heads, num_kv_heads
         num_blocks = [-(-seq_len // PAGE) for seq_len in lens]
-        self.layer_bytes = 2 * sum(lens) * num_kv_heads * HEAD_DIM * DTYPE.itemsize
+        self.layer_bytes = 2 * sum(lens) * num_kv_heads * HEAD_DIM * dtype.itemsize
         self.num_layers = min(64, max(4, round(L2_BYTES / self.layer_bytes)))
         shape = (2, self.num_layers, sum(num_blocks), PAGE, num_kv_heads, HEAD_DIM)
-        self.kv_cache = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
+        self.kv_cache, self.kv_scale = filled_cache(shape, dtype)
         # Strides of one divisibility: else each case would compile its own kernels.
         width = 16 + -(-max(num_blocks) // 16) * 16
         rows = torch.zeros(len(lens) + 1, width, dtype=torch.int32)
@@ -60,7 +63,7 @@ class DecodeCase:
             num_kv_heads=self.num_kv_heads,
             head_dim=HEAD_DIM,
             max_num_seqs=max(MAX_NUM_SEQS, len(self.lens)),
-            dtype=DTYPE,
+            dtype=self.kv_cache.dtype,
             device=DEVICE,
             tuning=tuning,
         )
@@ -69,7 +72,7 @@ class DecodeCase:
         function = paged_attention_reference if work is None else paged_attention_triton
         k_cache, v_cache = self.kv_cache[0, layer], self.kv_cache[1, layer]
         tensors = (self.q, k_cache, v_cache, self.block_tables, self.seq_lens)
-        return function(*tensors, HEAD_DIM**-0.5, work)
+        return function(*tensors, HEAD_DIM**-0.5, work, self.kv_scale)
 
     def time(self, tuning: DecodeTuning | None, *, check: bool = False, repeats: int = 12) -> float:
         """Return seconds a layer."""
@@ -88,6 +91,20 @@ class DecodeCase:
                 expected = self.attend(layer, None)
                 torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-2)
         return seconds
+
+
+def filled_cache(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return normal noise, and the scales of a cache in fp8."""
+    if dtype != FP8:
+        return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(), None
+    cache = torch.empty(shape, dtype=dtype, device=DEVICE)
+    for half, scale in ((0, 2.0**-5), (1, 2.0**-6)):
+        for part in cache[half]:  # by parts, as the noise is four times as large
+            part.copy_(torch.randn(part.shape, device=DEVICE).div_(scale).clamp_(-448, 448))
+    scales = torch.tensor([[2.0**-5], [2.0**-6]], device=DEVICE)
+    return cache, scales.expand(2, shape[-2]).contiguous()
 
 
 def graph_time(function: Callable[[], None], repeats: int = 12) -> float:
@@ -130,11 +147,11 @@ def report(label: str, case: DecodeCase, seconds: float) -> None:
     )
 
 
-def decode() -> None:
-    print(f"decode, page {PAGE}, head_dim {HEAD_DIM}")
+def decode(dtype: torch.dtype) -> None:
+    print(f"decode, page {PAGE}, head_dim {HEAD_DIM}, {dtype}")
     for heads in ((16, 8), (32, 8)):
         for batch in (1, 8, 16, 32, 64, 128, 256, 512):
-            case = DecodeCase(spread(batch), *heads)
+            case = DecodeCase(spread(batch), *heads, dtype)
             report(f"{heads} {batch} x 800 spread", case, case.time(None, check=True))
         for label, lens in (
             ("256 x 800 equal", [800] * 256),
@@ -144,9 +161,10 @@ def decode() -> None:
             ("30000 among 255 x 800", [800] * 40 + [30000] + [800] * 215),
             ("64 x 800 + 192 padding", spread(64) + [0] * 192),
         ):
-            case = DecodeCase(lens, *heads)
+            case = DecodeCase(lens, *heads, dtype)
             report(f"{heads} {label}", case, case.time(None, check=True))
     time_plans(None)
+    print_resources()
 
 
 def time_plans(tuning: DecodeTuning | None) -> None:
@@ -166,12 +184,9 @@ def describe(tuning: DecodeTuning) -> str:
     return f"({compiled}) per_sm {tuning.programs_per_sm} overhead {tuning.overhead_tokens}"
 
 
-def sweep() -> None:
-    """Print the best settings per case, then those that lose least over all cases."""
-    began = time.perf_counter()
-    base = default_tuning(HEAD_DIM, DTYPE, 64)
-    # (tile, warps, stages) and the programs of an SM that shared memory and registers allow
-    variants = {
+# (tile, warps, stages) and the programs of an SM that shared memory and registers allow
+VARIANTS = {
+    DTYPE: {
         (64, 4, 3): (2, 3),
         (64, 4, 2): (4,),
         (64, 4, 4): (2,),
@@ -181,13 +196,33 @@ def sweep() -> None:
         (32, 4, 5): (3,),
         (32, 2, 4): (4,),
         (128, 8, 2): (3,),
-    }
+    },
+    FP8: {
+        (64, 4, 3): (3, 4, 5),
+        (64, 4, 4): (3, 4),
+        (64, 2, 3): (4, 5),
+        (64, 2, 4): (4,),
+        (32, 2, 4): (5, 7),
+        (32, 1, 4): (6,),
+        (128, 4, 3): (2, 3),
+        (128, 4, 2): (4,),
+        (128, 8, 3): (3,),
+    },
+}
+
+
+def sweep(dtype: torch.dtype) -> None:
+    """Print the best settings per case, then those that lose least over all cases."""
+    began = time.perf_counter()
+    base = default_tuning(HEAD_DIM, dtype, 64)
     settings = [
         replace(base, tile=tile, num_warps=warps, num_stages=stages, programs_per_sm=programs)
-        for (tile, warps, stages), counts in variants.items()
+        for (tile, warps, stages), counts in VARIANTS[dtype].items()
         for programs in counts
     ]
-    cases = [DecodeCase(lens, 16, 8) for lens in (spread(16), [20000, 5, 700])]
+    cases = [DecodeCase(lens, 16, 8, dtype) for lens in (spread(16), [20000, 5, 700])]
+    if dtype == FP8:
+        cases.append(DecodeCase(spread(16), 32, 8, dtype))
     expected_outs = [case.attend(0, None) for case in cases]
 
     def check(tuning: DecodeTuning) -> str | None:
@@ -212,20 +247,27 @@ def sweep() -> None:
     print(f"compiled and checked after {time.perf_counter() - began:.1f} s", flush=True)
 
     overheads = (base.overhead_tokens, 48, 192, 1 << 20)  # the last leaves all rows whole
+    sweep_cases = [
+        *(((16, 8), f"{n} x 800 spread", spread(n)) for n in (8, 16, 32, 64, 128, 256, 1)),
+        ((16, 8), "256 x 800 equal", [800] * 256),
+        ((16, 8), "8 x 8000", [8000] * 8),
+        ((16, 8), "1 x 30000", [30000]),
+        ((16, 8), "30000 among 63 x 800", [800] * 63 + [30000]),
+    ]
+    if dtype == FP8:
+        overheads = (base.overhead_tokens, 96)
+        heads_and_batches = [(heads, n) for n in (256, 128, 64, 32) for heads in ((16, 8), (32, 8))]
+        sweep_cases = [(heads, f"{n} x 800 spread", spread(n)) for heads, n in heads_and_batches]
     candidates = [replace(tuning, overhead_tokens=n) for n in overheads for tuning in settings]
     slowdowns: dict[DecodeTuning, list[float]] = {}
-    for label, lens in (
-        *((f"{batch} x 800 spread", spread(batch)) for batch in (8, 16, 32, 64, 128, 256, 1)),
-        ("256 x 800 equal", [800] * 256),
-        ("8 x 8000", [8000] * 8),
-        ("1 x 30000", [30000]),
-        ("30000 among 63 x 800", [800] * 63 + [30000]),
-    ):
+    for heads, label, lens in sweep_cases:
         if time.perf_counter() - began > 45:
             print(f"out of time before {label}")
             break
-        case = DecodeCase(lens, 16, 8)
-        report(f"{label}: default", case, case.time(base, check=True))
+        case = DecodeCase(lens, *heads, dtype)
+        default = default_tuning(HEAD_DIM, dtype, len(lens))
+        seconds = case.time(default, check=True)
+        report(f"{heads} {label}: default {describe(default)}", case, seconds)
         timed = {}
         for tuning in candidates:
             # Whole rows only where there are enough; little else changes with the default's policy.
@@ -265,7 +307,13 @@ def print_resources() -> None:
 class PrefillCase:
     """Chunks of (num_queries, seq_len) with their pages in order."""
 
-    def __init__(self, chunks: list[tuple[int, int]], num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self,
+        chunks: list[tuple[int, int]],
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype = DTYPE,
+    ) -> None:
         self.chunks = chunks
         counts, lens = zip(*chunks, strict=True)
         blocks = [-(-seq_len // PAGE) for seq_len in lens]
@@ -274,7 +322,7 @@ class PrefillCase:
         for row, count in enumerate(blocks):
             table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
         shape = (2, sum(blocks), PAGE, num_kv_heads, HEAD_DIM)
-        self.kv_cache = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
+        self.kv_cache, self.kv_scale = filled_cache(shape, dtype)
         self.block_tables = table.to(DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
         self.max_q, self.max_k = max(counts), max(lens)
@@ -290,7 +338,8 @@ class PrefillCase:
 
     def paged(self, blocks: tuple[int, int, int, int] | None = None) -> torch.Tensor:
         caches = (self.kv_cache[0], self.kv_cache[1], self.block_tables, self.seq_lens, self.cu_q)
-        return paged_prefill_triton(self.q, *caches, self.max_q, HEAD_DIM**-0.5, blocks=blocks)
+        options = (self.max_q, HEAD_DIM**-0.5, self.kv_scale)
+        return paged_prefill_triton(self.q, *caches, *options, blocks=blocks)
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Contiguous K and V of all sequences, as flash-attn needs them with small pages."""
@@ -317,6 +366,7 @@ class PrefillCase:
                 torch.tensor([0, last]),
                 last,
                 scale,
+                self.kv_scale,
             )
             torch.testing.assert_close(out[end - last : end], expected, atol=2e-3, rtol=2e-2)
 
@@ -329,7 +379,7 @@ class PrefillCase:
         print(f"{label:46s} {seconds * 1e3:8.3f} ms {self.flops / seconds / 1e12:7.1f} TFLOP/s")
 
 
-def prefill() -> None:
+def prefill(dtype: torch.dtype) -> None:
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -337,7 +387,9 @@ def prefill() -> None:
     scale, heads = HEAD_DIM**-0.5, (16, 8)
     settings = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
 
-    case = PrefillCase([(1024, 1024)] * 16, *heads)
+    if dtype == FP8:  # which flash-attn does not read
+        flash_attn_varlen_func = None
+    case = PrefillCase([(1024, 1024)] * 16, *heads, dtype)
     case.check()
     print(f"prefill of 16 x 1024, {heads}, default {default_blocks(HEAD_DIM, DTYPE, 1024)}")
     for blocks in settings:
@@ -353,7 +405,7 @@ def prefill() -> None:
     others = [(f"8k of a 32k prompt, after {n}", [(8192, n + 8192)]) for n in (0, 8192, 24576)]
     others.append(("256 x 32 tokens after 1024 cached", [(32, 1056)] * 256))
     for label, chunks in others:
-        case = PrefillCase(chunks, *heads)
+        case = PrefillCase(chunks, *heads, dtype)
         case.check()
         print(label)
         case.report("paged_prefill, default", case.paged)
@@ -364,9 +416,12 @@ def prefill() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--sweep", action="store_true", help="search decode settings")
+    parser.add_argument("--fp8", action="store_true", help="a KV cache in fp8")
     torch.manual_seed(0)
-    if parser.parse_args().sweep:
-        sweep()
+    arguments = parser.parse_args()
+    cache_dtype = FP8 if arguments.fp8 else DTYPE
+    if arguments.sweep:
+        sweep(cache_dtype)
     else:
-        decode()
-        prefill()
+        decode(cache_dtype)
+        prefill(cache_dtype)
