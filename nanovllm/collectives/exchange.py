@@ -13,6 +13,8 @@ import torch
 
 from nanovllm.kernels._triton import tl, triton
 
+FLAG_WIDTH = 16  # a cache line for each flag: programs must not wait for each other's
+
 _BLOCK = 4096  # elements that a program handles at once
 _SPINS = tl.constexpr(64)  # looks at a flag between two looks at `stop`, which is host memory
 
@@ -26,7 +28,8 @@ class Inboxes:
     """
 
     data: torch.Tensor  # [2, num_ranks, slot_bytes] uint8, this rank's
-    flags: torch.Tensor  # [num_ranks, num_programs] int64, this rank's: the last message from each
+    # [num_ranks, num_programs, FLAG_WIDTH] int64, this rank's; first: the last message from each
+    flags: torch.Tensor
     epochs: torch.Tensor  # [num_programs] int64, messages so far
     offsets: torch.Tensor  # [num_ranks] int64, bytes from this rank's inbox to each one's
     stop: torch.Tensor  # [1] int32, pinned host memory; not 0: wait for nobody any more
@@ -54,7 +57,7 @@ def exchange(x: torch.Tensor, out: torch.Tensor, inboxes: Inboxes, *, is_sum: bo
     _exchange_kernel[(len(inboxes.epochs),)](
         x, out, inboxes.data.view(-1).view(x.dtype), inboxes.flags, inboxes.epochs, inboxes.offsets,
         inboxes.stop, x.numel(), slot_bytes // itemsize, RANK=inboxes.rank, NUM_RANKS=num_ranks,
-        ITEMSIZE=itemsize, IS_SUM=is_sum, BLOCK=_BLOCK, num_warps=16,
+        ITEMSIZE=itemsize, IS_SUM=is_sum, BLOCK=_BLOCK, FLAG_WIDTH=FLAG_WIDTH, num_warps=16,
     )  # fmt: skip
 
 
@@ -72,6 +75,7 @@ def exchange_reference(parts: list[torch.Tensor], *, is_sum: bool) -> torch.Tens
 def _exchange_kernel(
     x, out, inbox, flags, epochs, offsets, stop, numel, slot_size, RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr, ITEMSIZE: tl.constexpr, IS_SUM: tl.constexpr, BLOCK: tl.constexpr,
+    FLAG_WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -90,10 +94,11 @@ def _exchange_kernel(
         tl.debug_barrier()  # the flag speaks for all threads' values
         for step in tl.static_range(1, NUM_RANKS):
             shift = tl.load(offsets + (RANK + step) % NUM_RANKS) // 8
-            flag = flags + shift + RANK * num_programs + program
+            flag = flags + shift + (RANK * num_programs + program) * FLAG_WIDTH
             tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
         for step in tl.static_range(1, NUM_RANKS):
-            _wait(flags + (RANK + step) % NUM_RANKS * num_programs + program, epoch, stop)
+            index = (RANK + step) % NUM_RANKS * num_programs + program
+            _wait(flags + index * FLAG_WIDTH, epoch, stop)
         tl.debug_barrier()
         for start in range(program * BLOCK, numel, num_programs * BLOCK):
             place = start + lanes
@@ -118,10 +123,13 @@ def _exchange_kernel(
 @triton.jit
 def _wait(flag, epoch, stop):
     """Wait until `flag` has come to `epoch`, or the host says stop."""
-    is_waiting = tl.atomic_add(flag, 0, sem="acquire", scope="sys") < epoch
+    # Plain looks: atomics of all waiting programs would hold up the one that raises the flag.
+    is_waiting = tl.load(flag, volatile=True) < epoch
     spins = 0
     while is_waiting:
         spins += 1
-        is_waiting = tl.atomic_add(flag, 0, sem="acquire", scope="sys") < epoch
+        is_waiting = tl.load(flag, volatile=True) < epoch
         if spins % _SPINS == 0:
             is_waiting = is_waiting & (tl.load(stop, volatile=True) == 0)
+    # What the other rank wrote before it raised the flag is seen from here on.
+    tl.atomic_add(flag, 0, sem="acquire", scope="sys")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from nanovllm.collectives.exchange import Inboxes, exchange
+from nanovllm.collectives.exchange import FLAG_WIDTH, Inboxes, exchange
 from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.utils.environment import environment
 
@@ -73,7 +73,7 @@ class PeerMemory:
         self._group = c10d.ProcessGroup(self._store, rank, size)
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         slot_bytes = _TOTAL_SLOT_BYTES // size
-        data_bytes, flag_bytes = 2 * size * slot_bytes, 8 * size * num_programs
+        data_bytes, flag_bytes = 2 * size * slot_bytes, 8 * size * num_programs * FLAG_WIDTH
         with torch.cuda.device(device), environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
             c10d._register_process_group(self._name, self._group)  # type: ignore[arg-type]  # str
             shape = (data_bytes + flag_bytes,)
@@ -87,7 +87,7 @@ class PeerMemory:
             self._buffer = buffer
             self._inboxes = Inboxes(
                 data=buffer[:data_bytes].view(2, size, slot_bytes),
-                flags=buffer[data_bytes:].view(torch.int64).view(size, num_programs),
+                flags=buffer[data_bytes:].view(torch.int64).view(size, num_programs, FLAG_WIDTH),
                 epochs=torch.zeros(num_programs, dtype=torch.int64, device=device),
                 offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
                 stop=self._stop,

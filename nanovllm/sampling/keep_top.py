@@ -75,13 +75,11 @@ def keep_top_triton(
     top_p: torch.Tensor,
     block: int = 4096,
     num_warps: int = 16,
-    num_stages: int = 3,
     max_candidates: int = _MAX_CANDIDATES,
 ) -> None:
     """Triton form of `keep_top`: one program a row, which narrows each edge down pass by pass.
 
-    block (tokens a step), num_warps, num_stages (steps loaded ahead) and max_candidates change
-    speed alone.
+    block (tokens a step), num_warps and max_candidates change speed alone.
     """
     n, vocab_size = logits.shape
     assert logits.stride(1) == 1, "rows must be contiguous"
@@ -104,7 +102,6 @@ def keep_top_triton(
         MAX_CANDIDATES=max_candidates,
         NUCLEUS=min(_NUCLEUS, max_candidates // 2),
         BLOCK=min(block, triton.next_power_of_2(vocab_size)),
-        STAGES=num_stages,
         num_warps=num_warps,
     )
 
@@ -126,7 +123,6 @@ def _keep_top_kernel(
     MAX_CANDIDATES: tl.constexpr,
     NUCLEUS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * logits_stride
@@ -142,7 +138,7 @@ def _keep_top_kernel(
         lanes = tl.arange(0, BLOCK)
 
         lane_max = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+        for start in tl.range(0, size, BLOCK):
             lane_max = tl.maximum(lane_max, _load(base, start + lanes, size))
         largest = tl.max(lane_max, axis=0)
         max_key = _key(largest)
@@ -159,16 +155,14 @@ def _keep_top_kernel(
             num_wanted = tl.where(has_top_k, tl.minimum(top_k, NUCLEUS), NUCLEUS)
             # As many lanes reach it, so at least as many tokens do, and mostly few more.
             low = tl.maximum(_low_key(_key(lane_max), num_wanted, max_key), floor)
-            lane_counts, total, mass = _lane_counts(
-                base, size, low, floor, largest, scale, BLOCK, STAGES
-            )
+            lane_counts, total, mass = _lane_counts(base, size, low, floor, largest, scale, BLOCK)
             count = tl.sum(lane_counts, axis=0)
             has_edges = tl.where(has_top_k, count >= top_k, mass >= total * top_p) | (low == floor)
             if has_edges & (count <= MAX_CANDIDATES):
                 source = candidates + row * MAX_CANDIDATES
                 num_sources = count
                 floor = low  # both edges are at it or above
-                _gather(base, size, low, lane_counts, source, BLOCK, STAGES)
+                _gather(base, size, low, lane_counts, source, BLOCK)
         if has_top_k:
             count, _, _ = _weights(
                 source, num_sources, floor, floor, floor, largest, scale, False, BLOCK
@@ -200,7 +194,7 @@ def _keep_top_kernel(
             num_kept_ties = missing.to(tl.int32)
 
         if num_kept_ties == num_ties:
-            for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+            for start in tl.range(0, size, BLOCK):
                 ids = start + lanes
                 is_dropped = _key(_load(base, ids, size)) < floor
                 tl.store(base + ids, float("-inf"), mask=is_dropped & (ids < size))
@@ -236,14 +230,14 @@ def _low_key(lane_keys, num_wanted, max_key):
 
 @triton.jit
 def _lane_counts(
-    base, size, low, floor, largest, scale, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    base, size, low, floor, largest, scale, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Return how many tokens of each lane reach `low`, and the mass above `floor` and `low`."""
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, size, BLOCK):
         values = _load(base, start + lanes, size)
         keys = _key(values)
         weights = _mass(values, largest, scale)
@@ -254,11 +248,11 @@ def _lane_counts(
 
 
 @triton.jit
-def _gather(base, size, low, lane_counts, target, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _gather(base, size, low, lane_counts, target, BLOCK: tl.constexpr):
     """Store the values that reach `low` one after another, those of a lane together."""
     lanes = tl.arange(0, BLOCK)
     places = tl.cumsum(lane_counts, axis=0) - lane_counts
-    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, size, BLOCK):
         values = _load(base, start + lanes, size)
         is_candidate = _key(values) >= low
         tl.store(target + places, values, mask=is_candidate)

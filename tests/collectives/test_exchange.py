@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.collectives.exchange import Inboxes, exchange, exchange_reference
+from nanovllm.collectives.exchange import FLAG_WIDTH, Inboxes, exchange, exchange_reference
 from nanovllm.kernels._triton import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -17,7 +17,7 @@ SLOT_BYTES = 1 << 17
 def make_inboxes(num_ranks: int) -> list[Inboxes]:
     """The memory of all ranks, here on one device."""
     data_bytes = 2 * num_ranks * SLOT_BYTES
-    flag_bytes = 8 * num_ranks * NUM_PROGRAMS
+    flag_bytes = 8 * num_ranks * NUM_PROGRAMS * FLAG_WIDTH
     buffers = [
         torch.zeros(data_bytes + flag_bytes, dtype=torch.uint8, device=DEVICE)
         for _ in range(num_ranks)
@@ -27,7 +27,7 @@ def make_inboxes(num_ranks: int) -> list[Inboxes]:
     return [
         Inboxes(
             data=buffer[:data_bytes].view(2, num_ranks, SLOT_BYTES),
-            flags=buffer[data_bytes:].view(torch.int64).view(num_ranks, NUM_PROGRAMS),
+            flags=buffer[data_bytes:].view(torch.int64).view(num_ranks, NUM_PROGRAMS, FLAG_WIDTH),
             epochs=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=DEVICE),
             offsets=(addresses - addresses[rank]).to(DEVICE),
             stop=stop,
@@ -68,7 +68,7 @@ def test_sums_and_what_others_are_sent(num_ranks, dtype):
                 if other != rank:
                     sent = theirs.data[epoch % 2, rank].view(dtype)[: x.numel()].view(shape)
                     assert torch.equal(sent, parts[rank])
-                    assert theirs.flags[rank, :num_active].tolist() == [epoch] * num_active
+                    assert theirs.flags[rank, :num_active, 0].tolist() == [epoch] * num_active
             assert mine.epochs.tolist() == [epoch] * NUM_PROGRAMS
 
 
