@@ -7,8 +7,7 @@ from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
 from nanovllm.quantization.formats import BLOCK
 from nanovllm.quantization.kernels.quantize import QuantTensor
 
-# Up to so many rows: block_m, block_n, stages, warps; K goes in blocks of 128, as scales do.
-_CONFIGS = {16: (16, 32, 5, 4), 64: (64, 64, 4, 4), 2**31: (128, 128, 3, 8)}
+_MIN_PROGRAMS = 100  # fewer leave too many of an H200's 132 SMs without work
 _ALIGNMENT = 16  # what the library's kernels ask of both sides of a weight
 
 
@@ -90,18 +89,29 @@ def fp8_linear_triton(
     out = torch.empty((num_rows, out_features), dtype=dtype, device=x.data.device)
     if num_rows == 0:
         return out
-    block_m, block_n, num_stages, num_warps = next(
-        config for limit, config in _CONFIGS.items() if num_rows <= limit
-    )
+    block_m, block_n = tiles(num_rows, out_features)
     # Row tiles first: those that read the same weights run together.
     grid = (triton.cdiv(num_rows, block_m), triton.cdiv(out_features, block_n))
     _fp8_gemm_kernel[grid](
         x.data, x.scale, weight.data, weight.scale, weight.scale if bias is None else bias, out,
         num_rows, OUT_FEATURES=out_features, IN_FEATURES=in_features, HAS_BIAS=bias is not None,
         HAS_GROUPS=group_size is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(out),
+        num_warps=8 if block_m == 128 else 4,
+        # In 96 KiB of shared memory, which Ada has too.
+        num_stages=min(5, 96 * 1024 // (BLOCK * (block_m + block_n))), **pdl_options(out),
     )  # fmt: skip
     return out
+
+
+def tiles(num_rows: int, out_features: int) -> tuple[int, int]:
+    """Return a program's rows and columns; K goes in blocks of 128, as scales do."""
+    block_m = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
+    block_n = 128 if block_m == 128 else 64
+    num_row_tiles = -(-num_rows // block_m)
+    # Narrow tiles read the activations more often, but few programs do not fill the device.
+    while block_n > 32 and num_row_tiles * -(-out_features // block_n) < _MIN_PROGRAMS:
+        block_n //= 2
+    return block_m, block_n
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
