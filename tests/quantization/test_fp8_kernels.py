@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -157,7 +156,14 @@ def make_product(num_rows, out_features, in_features, group_size):
     return x, quantized
 
 
-PRODUCTS = [(1, 64, 128), (17, 100, 300), (70, 130, 256), (2, 256, 96), (33, 160, 512)]
+PRODUCTS = [
+    (1, 64, 128),
+    (17, 100, 300),
+    (70, 130, 256),
+    (2, 256, 96),
+    (33, 160, 512),
+    (2200, 70, 130),
+]
 
 
 @each_group_size
@@ -168,9 +174,10 @@ def test_the_product_is_that_of_the_rounded_numbers(shape, group_size, has_bias)
     bias = torch.linspace(-2, 2, shape[1], device=DEVICE) if has_bias else None
     wide_x = dequantize(x, group_size).double()
     wide_weight = dequantize_weight(weight, group_size).double()
-    exact = F.linear(wide_x, wide_weight, None if bias is None else bias.double())
     size = wide_x.abs() @ wide_weight.abs().T + 2  # of what is summed up
     for dtype in (torch.float32, torch.bfloat16):
+        typed_bias = None if bias is None else bias.to(dtype)
+        exact = wide_x @ wide_weight.T + (0 if bias is None else typed_bias.double())
         # In the interpreter: see DTYPES.
         has_kernel = HAS_TRITON and (DEVICE == "cuda" or dtype is torch.float32)
         for function in (
@@ -178,7 +185,6 @@ def test_the_product_is_that_of_the_rounded_numbers(shape, group_size, has_bias)
             fp8_linear_reference,
             *([fp8_linear_triton] if has_kernel else []),
         ):
-            typed_bias = None if bias is None else bias.to(dtype)
             ours = function(x, weight, typed_bias, group_size=group_size, dtype=dtype)
             assert ours.dtype == dtype
             # A tensor core keeps at least 13 bits of a sum of fp8 products.

@@ -90,9 +90,8 @@ def fp8_linear_triton(
     if num_rows == 0:
         return out
     block_m, block_n = tiles(num_rows, out_features)
-    # Row tiles first: those that read the same weights run together.
-    grid = (triton.cdiv(num_rows, block_m), triton.cdiv(out_features, block_n))
-    _fp8_gemm_kernel[grid](
+    num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(out_features, block_n)
+    _fp8_gemm_kernel[(num_tiles,)](
         x.data, x.scale, weight.data, weight.scale, weight.scale if bias is None else bias, out,
         num_rows, OUT_FEATURES=out_features, IN_FEATURES=in_features, HAS_BIAS=bias is not None,
         HAS_GROUPS=group_size is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
@@ -121,8 +120,15 @@ def _fp8_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Up to 16 row tiles share the columns' weights, then come the next columns: what programs that
+    # run together read stays in the L2 cache.
+    num_column_tiles: tl.constexpr = (OUT_FEATURES + BLOCK_N - 1) // BLOCK_N
+    first_row_tile = tl.program_id(0) // (16 * num_column_tiles) * 16
+    num_row_tiles = tl.minimum(tl.cdiv(num_rows, BLOCK_M) - first_row_tile, 16)
+    place = tl.program_id(0) % (16 * num_column_tiles)
+    row_tile, column_tile = first_row_tile + place % num_row_tiles, place // num_row_tiles
+    rows = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the end the last one is repeated: cheaper than a mask, and never stored.
     safe_rows = tl.minimum(rows, num_rows - 1)
     safe_columns = tl.minimum(columns, OUT_FEATURES - 1)
@@ -130,7 +136,7 @@ def _fp8_gemm_kernel(
     x_pointers = x + safe_rows[:, None] * IN_FEATURES + features[None, :]
     weight_pointers = weight + safe_columns[None, :] * IN_FEATURES + features[:, None]
     # A tile lies within one row of blocks, as BLOCK_N divides 128.
-    block_scales = weight_scale + tl.program_id(1) * BLOCK_N // BLOCK_K * NUM_GROUPS
+    block_scales = weight_scale + column_tile * BLOCK_N // BLOCK_K * NUM_GROUPS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
