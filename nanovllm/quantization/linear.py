@@ -111,9 +111,10 @@ class Fp8Linear(nn.Module):
         scale_target.copy_(quantized.scale)
 
     def _quantized(self, weight: torch.Tensor) -> QuantTensor:
-        if self._format.group_size is None:
-            return quantize(weight.contiguous(), None)
-        return quantize_blocks(weight)
+        weight = weight.contiguous()
+        return (
+            quantize(weight, None) if self._format.group_size is None else quantize_blocks(weight)
+        )
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Draw the weights in place, as `models.weights.fill_with_noise` does."""
