@@ -25,6 +25,7 @@ LAYERS = [
     {"moe"},  # for sparse models; the core never imports it
     {"models"},
     {"quantization"},  # fp8 weights: the model registry loads it by name
+    {"fused"},  # decode in fewer kernels: the decoder loads it by name
     {"engine"},
     {"sampling", "kv_calibration"},  # what options ask for: the engine loads it by name
     {"frontend"},  # text and requests; below it there are tokens only
@@ -44,6 +45,7 @@ OPTIONAL_PACKAGES = {"flash_attn", "lm_eval", "matplotlib", "pandas", "pyarrow",
 # What a module below loads by name, on demand: the only names that may point upward.
 LOADED_ON_DEMAND = {
     "nanovllm.engine.model_runner": {"nanovllm.sampling.redraw", "nanovllm.kv_calibration"},
+    "nanovllm.models.decoder": {"nanovllm.fused"},
     "nanovllm.utils.loader": {"nanovllm.lora.merge"},
     "nanovllm.models.registry": {"nanovllm.quantization.model"},
     "nanovllm.utils.parallel": {"nanovllm.collectives.peer_memory"},

@@ -60,4 +60,13 @@ def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if _has_pdl(tensor.device) else {"PDL": False}
 
 
-__all__ = ["HAS_TRITON", "pdl_options", "tl", "triton", "use_triton"]
+@triton.jit
+def prefetch_l2(lines):
+    """Ask for the cache lines at these addresses; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+__all__ = ["HAS_TRITON", "pdl_options", "prefetch_l2", "tl", "triton", "use_triton"]

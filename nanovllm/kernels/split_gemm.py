@@ -7,7 +7,7 @@ K, and the norm that follows anyway adds the float32 shares up in a fixed order.
 import torch
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, prefetch_l2, tl, triton, use_triton
 
 _MAX_ROWS = 256
 _MAX_OUT_FEATURES = 1024  # wider ones fill an H200 by themselves
@@ -79,25 +79,18 @@ def _split_gemm_kernel(
         lines = weight + columns[:, None] * IN_FEATURES + split * SHARE
         lines += tl.arange(0, BLOCK_K // 64)[None, :] * 64
         for offset in range(0, SHARE, BLOCK_K):
-            _prefetch(lines + offset)
+            prefetch_l2(lines + offset)
         # Not inside the loop, whose pipelining would move loads above it.
         tl.extra.cuda.gdc_wait()
     features = split * SHARE + tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last one: cheaper than a mask, and never stored.
-    x_pointers = x + tl.minimum(rows, num_rows - 1)[:, None] * x_stride + features[None, :]
+    # Masked, not clamped to the last row: hundreds of programs that read one line wait for it.
+    is_row = rows[:, None] < num_rows
+    x_pointers = x + rows[:, None] * x_stride + features[None, :]
     weight_pointers = weight + columns[None, :] * IN_FEATURES + features[:, None]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(0, SHARE, BLOCK_K):
-        sums = tl.dot(tl.load(x_pointers), tl.load(weight_pointers), sums)
+        sums = tl.dot(tl.load(x_pointers, mask=is_row, other=0.0), tl.load(weight_pointers), sums)
         x_pointers += BLOCK_K
         weight_pointers += BLOCK_K
     out_pointers = out + (split * num_rows + rows)[:, None] * OUT_FEATURES + columns[None, :]
-    tl.store(out_pointers, sums, mask=rows[:, None] < num_rows)
-
-
-@triton.jit
-def _prefetch(lines):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    tl.store(out_pointers, sums, mask=is_row)

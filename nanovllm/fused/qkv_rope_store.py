@@ -1,0 +1,123 @@
+"""The QKV projection of a decode step with QK-norm, rotary embedding and KV cache write in it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from nanovllm.fused.pair_gemm import pair_gemm
+from nanovllm.fused.tiles import Tiles, qkv_tiles
+from nanovllm.kernels._triton import pdl_options, tl, triton
+from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_reference
+
+
+def qkv_rope_store_reference(
+    x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
+) -> torch.Tensor:  # fmt: skip
+    """As `qkv_rope_store_triton`, out of the parts that it fuses."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    qkv = F.linear(x, weight)
+    qk_norm_rope_store_reference(
+        qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, num_heads,
+        num_kv_heads, head_dim,
+    )  # fmt: skip
+    return qkv[:, : num_heads * head_dim].reshape(-1, num_heads, head_dim)
+
+
+def qkv_rope_store_triton(
+    x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Project x, norm (if there are weights) and rotate q and k, store k and v; return q.
+
+    Args:
+        x: [num_rows, in_features], rows may be strided
+        weight: [(num_heads + 2 * num_kv_heads) * head_dim, in_features], contiguous
+        q_weight, k_weight: [head_dim] or None, both or neither
+        cos_sin: [max_positions, head_dim] float32, the first half cosines, the second sines
+        positions: [num_rows] int64 or int32
+        slots: [num_rows] int64, -1 is not stored
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in place
+
+    Returns q, [num_rows, num_heads, head_dim].
+    """
+    num_rows, in_features = x.shape
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    tiles = tiles or qkv_tiles(num_rows)
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
+    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a cache view is contiguous"
+    assert (q_weight is None) == (k_weight is None), "norm both or neither"
+    q = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
+    # Row tiles first: those that read the same weights run together.
+    _qkv_rope_store_kernel[(triton.cdiv(num_rows, tiles.block_m), num_heads + 2 * num_kv_heads)](
+        x, weight, x if q_weight is None else q_weight, x if k_weight is None else k_weight, eps,
+        cos_sin, positions, slots, q, k_cache, v_cache, num_rows,
+        x.stride(0), positions.stride(0), slots.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+        IN_FEATURES=in_features, BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k,
+        HAS_NORM=q_weight is not None, PREFETCH=tiles.prefetch, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **pdl_options(x),
+    )  # fmt: skip
+    return q
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
+def _qkv_rope_store_kernel(
+    x, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache, num_rows,
+    x_stride, positions_stride, slots_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_NORM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
+    first, second = pair_gemm(
+        x, x_stride, weight, rows, head * 2 * HALF, head * 2 * HALF + HALF, num_rows, HALF,
+        IN_FEATURES, BLOCK_M, BLOCK_K, PREFETCH, PDL,
+    )  # fmt: skip
+    is_row = rows < num_rows
+    slot = tl.load(slots + rows * slots_stride, mask=is_row, other=-1).to(tl.int64)
+    columns = tl.arange(0, HALF)[None, :]
+    is_stored = (slot >= 0)[:, None]
+
+    if head >= NUM_HEADS + NUM_KV_HEADS:
+        kv_head = head - NUM_HEADS - NUM_KV_HEADS
+        target = v_cache + (slot * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + columns
+        tl.store(target, first.to(v_cache.dtype.element_ty), mask=is_stored)
+        tl.store(target + HALF, second.to(v_cache.dtype.element_ty), mask=is_stored)
+        return
+
+    is_key = head >= NUM_HEADS
+    if HAS_NORM:
+        norm_weight = k_weight if is_key else q_weight
+        squares = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)
+        # Rounded where Hugging Face rounds: after the norm and after its weight.
+        weight_first = tl.load(norm_weight + columns).to(tl.float32)
+        weight_second = tl.load(norm_weight + HALF + columns).to(tl.float32)
+        first = _round(_round(first * scale, x) * weight_first, x)
+        second = _round(_round(second * scale, x) * weight_second, x)
+    position = tl.load(positions + rows * positions_stride, mask=is_row, other=0)
+    table = cos_sin + position.to(tl.int64)[:, None] * (2 * HALF) + columns
+    cos = tl.load(table)
+    sin = tl.load(table + HALF)
+    new_first = (first * cos - second * sin).to(x.dtype.element_ty)
+    new_second = (second * cos + first * sin).to(x.dtype.element_ty)
+    if is_key:
+        kv_head = head - NUM_HEADS
+        target = k_cache + (slot * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + columns
+        tl.store(target, new_first.to(k_cache.dtype.element_ty), mask=is_stored)
+        tl.store(target + HALF, new_second.to(k_cache.dtype.element_ty), mask=is_stored)
+    else:
+        target = q + (rows * NUM_HEADS + head)[:, None] * (2 * HALF) + columns
+        tl.store(target, new_first, mask=is_row[:, None])
+        tl.store(target + HALF, new_second, mask=is_row[:, None])
+
+
+@triton.jit
+def _round(x, like):
+    return x.to(like.dtype.element_ty).to(tl.float32)
