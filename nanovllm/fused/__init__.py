@@ -12,6 +12,7 @@ from nanovllm.fused.gate_up_silu import gate_up_silu_triton
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_triton
 from nanovllm.fused.tiles import (
     GATE_UP_ROWS,
+    MAX_IN_FEATURES,
     MULTIPLE_OF_IN_FEATURES,
     MULTIPLE_OF_SIZE,
     QKV_ROWS,
@@ -68,4 +69,6 @@ def fused_activate(layer: GatedMLP, x: torch.Tensor) -> torch.Tensor:
 
 def _fits(linear: MergedColumnParallelLinear, x: torch.Tensor, rows: range) -> bool:
     is_half = linear.weight.dtype in (torch.bfloat16, torch.float16) and linear.bias is None
-    return is_half and len(x) in rows and x.shape[1] % MULTIPLE_OF_IN_FEATURES == 0
+    in_features = x.shape[1]
+    is_narrow = in_features % MULTIPLE_OF_IN_FEATURES == 0 and in_features <= MAX_IN_FEATURES
+    return is_half and is_narrow and len(x) in rows

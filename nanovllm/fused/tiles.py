@@ -19,7 +19,6 @@ class Tiles:
 
 # Up to so many rows; measured on an H200 by tests/gpu/bench_fused_gemm.py.
 _QKV = {
-    32: Tiles(16, 128, 4, 5),
     256: Tiles(64, 64, 4, 6),
     512: Tiles(128, 64, 8, 3),
 }
@@ -29,10 +28,11 @@ _GATE_UP = {
     512: Tiles(64, 64, 4, 4, 32),
 }
 MULTIPLE_OF_IN_FEATURES = 128  # the largest block_k
+MAX_IN_FEATURES = 1024  # wider models fill an H200 with library GEMMs
 MULTIPLE_OF_SIZE = 64  # the largest width
 # Where one kernel beats two on an H200; a library GEMM is better at small and at large batches.
 QKV_ROWS = range(17, 513)
-GATE_UP_ROWS = range(33, 257)
+GATE_UP_ROWS = range(17, 257)
 
 
 def qkv_tiles(num_rows: int) -> Tiles:
