@@ -39,7 +39,7 @@ def expected(tiny_model):
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_cache_dtype": "fp8_e4m3", "enable_overlap": True},
+        {"kv_cache_dtype": "fp8_e4m3", "enable_overlap": True, "max_model_len": 90},
         {"max_num_batched_tokens": 7},
         {"num_kvcache_blocks": 12, "enable_overlap": True, "max_num_batched_tokens": 9},
         {"kvcache_block_size": 64, "num_kvcache_blocks": 8},
