@@ -238,7 +238,7 @@ class ModelRunner:
         jobs = [partial(self._decode_step, size) for size in (*sizes, self._config.max_num_seqs)]
         longest = min(LONG_PROMPT, self._config.max_num_batched_tokens)
         prompts = [np.full(1, length, dtype=np.int32) for length in (1, longest)]
-        jobs += [partial(self._run_blank_prefills, *prompts), self.calibrate]
+        jobs += [partial(self._run_blank_prefills, *prompts), partial(self.calibrate)]
         # Collectives of several ranks must be called in one order.
         run_in_threads(jobs, self._device, len(jobs) if self._parallel.tp_size == 1 else 1)
 

@@ -46,14 +46,14 @@ def fused_project(
     linear = layer.qkv_proj
     # Asked at each call (once a captured graph), since linear layers may be replaced by fp8 ones.
     fits = ctx.is_decode and type(linear) is QKVParallelLinear and _fits(linear, hidden, QKV_ROWS)
-    if not (fits and layer.head_dim == _HEAD_DIM and kv_scale is None):
+    if not (fits and layer.head_dim == _HEAD_DIM):
         return project(layer, hidden, positions, cos_sin, ctx, kv_scale)
     q_weight = None if layer.q_norm is None else layer.q_norm.weight
     k_weight = None if layer.k_norm is None else layer.k_norm.weight
     caches = ctx.kv_cache[0, layer.layer_id], ctx.kv_cache[1, layer.layer_id]
     q = qkv_rope_store_triton(
         hidden, linear.weight, q_weight, k_weight, layer.eps, cos_sin, positions,
-        ctx.slot_mapping, *caches, linear.num_heads,
+        ctx.slot_mapping, *caches, linear.num_heads, kv_scale=kv_scale,
     )  # fmt: skip
     return q, q[:, :0], q[:, :0]
 

@@ -8,20 +8,21 @@ from torch.nn import functional as F
 from nanovllm.fused.pair_gemm import pair_gemm
 from nanovllm.fused.tiles import Tiles, qkv_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
-from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_reference
+from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, to_e4m3_range
 
 
 def qkv_rope_store_reference(
     x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
     slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `qkv_rope_store_triton`, out of the parts that it fuses."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     qkv = F.linear(x, weight)
     qk_norm_rope_store_reference(
         qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, num_heads,
-        num_kv_heads, head_dim,
+        num_kv_heads, head_dim, kv_scale,
     )  # fmt: skip
     return qkv[:, : num_heads * head_dim].reshape(-1, num_heads, head_dim)
 
@@ -30,7 +31,7 @@ def qkv_rope_store_triton(
     x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
     slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
-    tiles: Tiles | None = None,
+    tiles: Tiles | None = None, kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Project x, norm (if there are weights) and rotate q and k, store k and v; return q.
 
@@ -42,6 +43,7 @@ def qkv_rope_store_triton(
         positions: [num_rows] int64 or int32
         slots: [num_rows] int64, -1 is not stored
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in place
+        kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
 
     Returns q, [num_rows, num_heads, head_dim].
     """
@@ -55,7 +57,7 @@ def qkv_rope_store_triton(
     # Row tiles first: those that read the same weights run together.
     _qkv_rope_store_kernel[(triton.cdiv(num_rows, tiles.block_m), num_heads + 2 * num_kv_heads)](
         x, weight, x if q_weight is None else q_weight, x if k_weight is None else k_weight, eps,
-        cos_sin, positions, slots, q, k_cache, v_cache, num_rows,
+        cos_sin, positions, slots, q, k_cache, v_cache, kv_scale, num_rows,
         x.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         IN_FEATURES=in_features, BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k,
@@ -67,8 +69,8 @@ def qkv_rope_store_triton(
 
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _qkv_rope_store_kernel(
-    x, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache, num_rows,
-    x_stride, positions_stride, slots_stride,
+    x, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache, kv_scale,
+    num_rows, x_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
@@ -86,6 +88,10 @@ def _qkv_rope_store_kernel(
 
     if head >= NUM_HEADS + NUM_KV_HEADS:
         kv_head = head - NUM_HEADS - NUM_KV_HEADS
+        if kv_scale is not None:  # rounded first to what the projection alone gives
+            scale = tl.load(kv_scale + NUM_KV_HEADS + kv_head)
+            first = to_e4m3_range(_round(first, x), scale)
+            second = to_e4m3_range(_round(second, x), scale)
         target = v_cache + (slot * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + columns
         tl.store(target, first.to(v_cache.dtype.element_ty), mask=is_stored)
         tl.store(target + HALF, second.to(v_cache.dtype.element_ty), mask=is_stored)
@@ -110,12 +116,19 @@ def _qkv_rope_store_kernel(
     if is_key:
         kv_head = head - NUM_HEADS
         target = k_cache + (slot * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + columns
-        tl.store(target, new_first.to(k_cache.dtype.element_ty), mask=is_stored)
-        tl.store(target + HALF, new_second.to(k_cache.dtype.element_ty), mask=is_stored)
+        if kv_scale is None:
+            tl.store(target, new_first.to(k_cache.dtype.element_ty), mask=is_stored)
+            tl.store(target + HALF, new_second.to(k_cache.dtype.element_ty), mask=is_stored)
+        else:
+            k_scale = tl.load(kv_scale + kv_head)
+            k_first = to_e4m3_range(new_first, k_scale)
+            k_second = to_e4m3_range(new_second, k_scale)
+            tl.store(target, k_first.to(k_cache.dtype.element_ty), mask=is_stored)
+            tl.store(target + HALF, k_second.to(k_cache.dtype.element_ty), mask=is_stored)
     else:
-        target = q + (rows * NUM_HEADS + head)[:, None] * (2 * HALF) + columns
-        tl.store(target, new_first, mask=is_row[:, None])
-        tl.store(target + HALF, new_second, mask=is_row[:, None])
+        q_target = q + (rows * NUM_HEADS + head)[:, None] * (2 * HALF) + columns
+        tl.store(q_target, new_first, mask=is_row[:, None])
+        tl.store(q_target + HALF, new_second, mask=is_row[:, None])
 
 
 @triton.jit

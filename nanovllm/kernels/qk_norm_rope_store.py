@@ -104,7 +104,7 @@ def _qk_norm_rope_store_kernel(
         value = tl.load(source, mask=mask, other=0.0)
         if kv_scale is not None:
             scale = tl.load(kv_scale + NUM_KV_HEADS + heads, mask=mask, other=1.0)
-            value = _to_e4m3_range(value, scale)
+            value = to_e4m3_range(value, scale)
         if cache_row >= 0:
             target = v_cache + cache_row + heads * HEAD_DIM + whole
             tl.store(target, value.to(v_cache.dtype.element_ty), mask=mask)
@@ -141,8 +141,8 @@ def _qk_norm_rope_store_kernel(
     tl.store(pointers + HALF, new_second, mask=mask)
     if kv_scale is not None:
         scale = tl.load(kv_scale + heads, mask=heads < NUM_KV_HEADS, other=1.0)
-        new_first = _to_e4m3_range(new_first, scale)
-        new_second = _to_e4m3_range(new_second, scale)
+        new_first = to_e4m3_range(new_first, scale)
+        new_second = to_e4m3_range(new_second, scale)
     if is_key & (cache_row >= 0):
         target = k_cache + cache_row + heads * HEAD_DIM + columns
         tl.store(target, new_first.to(k_cache.dtype.element_ty), mask=mask)
@@ -155,6 +155,6 @@ def _round(x, like):
 
 
 @triton.jit
-def _to_e4m3_range(x, scale):
+def to_e4m3_range(x, scale):
     """Divide by the scale; what is beyond the range of e4m3 saturates."""
     return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0)

@@ -79,6 +79,29 @@ def test_qkv_is_what_it_fuses(num_rows, heads, has_norm, tiles):
 
 
 @needs_triton
+@pytest.mark.parametrize(("num_rows", "heads"), [(1, (2, 1)), (17, (4, 2))], ids=str)
+def test_qkv_stores_fp8_as_its_parts_do(num_rows, heads):
+    inputs = qkv_inputs(num_rows, *heads)
+    for name in ("k_cache", "v_cache"):
+        inputs[name] = inputs[name].to(torch.float8_e4m3fn)
+    exponents = -torch.linspace(5, 8, 2 * heads[1], device=DEVICE).round()
+    inputs["kv_scale"] = exponents.exp2().view(2, -1)
+    expected_caches = inputs["k_cache"].clone(), inputs["v_cache"].clone()
+    expected = qkv_rope_store_reference(
+        **inputs | dict(zip(("k_cache", "v_cache"), expected_caches, strict=True))
+    )
+    q = qkv_rope_store_triton(**inputs, tiles=Tiles(16, 64, 4, 3))
+    torch.testing.assert_close(q, expected, rtol=0, atol=4 * PRECISION)
+    for cache, other in zip((inputs["k_cache"], inputs["v_cache"]), expected_caches, strict=True):
+        # A product that rounds otherwise may move to the neighbour in fp8.
+        step = 4 * PRECISION / float(inputs["kv_scale"].min())
+        torch.testing.assert_close(cache.float(), other.float(), rtol=2**-3, atol=step)
+        assert (cache.float() == other.float()).float().mean() > 0.98
+        is_unused = (other.float() == -7).all(dim=-1)
+        assert is_unused.any() and (cache.float()[is_unused] == -7).all()
+
+
+@needs_triton
 def test_qkv_takes_int32_and_strided_indices():
     inputs = qkv_inputs(5, 2, 1, index_dtype=torch.int32)
     matrix = torch.zeros(5, 3, dtype=torch.int64, device=DEVICE)
