@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 64 << 20  # several times the index of the largest model
+_MAX_DEPTH = 50  # what is nested hundreds deep cannot even be shown in an error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -15,6 +16,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has {num_bytes} bytes, more than {MAX_JSON_BYTES}")
         text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text, object_pairs_hook=unambiguous)
+        _check_depth(values)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -30,3 +32,17 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             if values[key] != value:
                 raise ValueError(f"the key {key[:80]!r} comes twice in an object, and differs")
     return values
+
+
+def _check_depth(values: Any) -> None:
+    level = [values]
+    for _ in range(_MAX_DEPTH):
+        inner = [item for item in level if isinstance(item, dict | list)]
+        if not inner:
+            return
+        level = [
+            item
+            for container in inner
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")

@@ -57,7 +57,7 @@ VALUES = st.one_of(
         ),
         max_leaves=5,
     ),
-    st.sampled_from([200, 900, 990]).map(lambda depth: _nested(depth)),
+    st.sampled_from([49, 200, 800, 900, 930]).map(lambda depth: _nested(depth)),
 )
 
 
