@@ -72,19 +72,19 @@ def test_any_bytes_are_a_bad_line(data):
     assert isinstance(outcome(data), BadLine)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(LINES).flatmap(lambda line: mutated(line, EXTRA)))
 def test_mutated_lines_are_jobs_or_have_reasons(data):
     outcome(encoded(data))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(mutated(CHAT, EXTRA))
 def test_mutated_bodies_are_jobs_or_have_reasons(body):
     outcome(encoded({**LINES[3], "body": body}))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(LINES).map(encoded),
     st.integers(0, 400),
@@ -186,7 +186,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(VALUES)
 def test_any_value_as_a_whole_line(value):
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Model files with anything in them: they load, or an error names the file, soon and without memory.
+"""Model files with anything in them: they load, or an error names the file, soon and cheaply.
 
 Every field is given values at and beyond every edge, in files of a model that loads. The limit on
 memory is real: what asks for a gigabyte more than the process has fails the test.
