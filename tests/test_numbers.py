@@ -116,7 +116,14 @@ def test_halves_are_as_near_as_transformers_own(
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_numbers.py does it there")
-@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 16)])
+@pytest.mark.parametrize(
+    ("dtype", "block_size"),
+    [
+        ("float32", 16),
+        pytest.param("float16", 64, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 256, marks=pytest.mark.slow),
+    ],
+)
 def test_backends_agree(tiny_model, tiny_oracle, make_llm, dtype, block_size):
     """Triton's kernels, interpreted, against SDPA: chunks, cached prefixes and decode."""
     prompts = prompts_of([15, 17, 30], 500, seed=3)
