@@ -30,6 +30,8 @@ _NEUTRAL = frozenset(
         "ensure_weight_tying",
     )
 )
+_MAX_ALPHA = 1e6  # far above every adapter; what is added must stay finite
+_NESTED_REPEATS = re.compile(r"[*+}]\)+[*+{]")  # as in (a+)+ and ((a*))*
 # Others, such as PiSSA and LoftQ, begin by changing the base weights.
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -95,14 +97,14 @@ def _read(d: dict[str, Any]) -> AdapterSettings:
             for key in ("exclude_modules", "layers_to_transform", "layers_pattern")
         ),
         r=check_int("r", d.get("r"), minimum=1),
-        lora_alpha=check_float("lora_alpha", d.get("lora_alpha")),
+        lora_alpha=_alpha("lora_alpha", d.get("lora_alpha")),
         use_rslora=d.get("use_rslora") is not None and check_bool("use_rslora", d["use_rslora"]),
         rank_pattern=tuple(
             (key, check_int(f"rank_pattern[{key!r}]", value, minimum=1))
             for key, value in _pattern(d, "rank_pattern")
         ),
         alpha_pattern=tuple(
-            (key, check_float(f"alpha_pattern[{key!r}]", value))
+            (key, _alpha(f"alpha_pattern[{key!r}]", value))
             for key, value in _pattern(d, "alpha_pattern")
         ),
     )
@@ -140,7 +142,16 @@ def _pattern(d: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     return [(_regex(key, pattern), item) for pattern, item in value.items()]
 
 
+def _alpha(name: str, value: Any) -> float:
+    return check_float(name, value, minimum=-_MAX_ALPHA, maximum=_MAX_ALPHA)
+
+
 def _regex(key: str, text: str) -> str:
+    if _NESTED_REPEATS.search(text):
+        raise ValueError(
+            f"{key} has {text!r:.200}, which repeats a repetition: to match it may take for ever. "
+            f"{_MERGE_YOURSELF}"
+        )
     try:
         re.compile(text)
     except re.error as error:

@@ -161,8 +161,8 @@ class _Reader:
             return None
         name = f"{self.place}.{key}"
         if required:
-            return check_float(name, value, above=0)
-        return check_float(name, value, minimum=0)
+            return check_float(name, value, above=0, maximum=_MAX_FACTOR)
+        return check_float(name, value, minimum=0, maximum=_MAX_FACTOR)
 
     def factor(self) -> float:
         return check_float(

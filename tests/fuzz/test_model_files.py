@@ -176,10 +176,14 @@ def test_mutated_json_files_load_or_are_named(model, name, mutation):
             "factor of its rope scaling.* allows 512000000 positions",
         ),
         ({"rope_theta": 1e300}, "rope_theta must be a finite number"),
+        (  # cosines of 1e30 made every logit NaN, and every token the first
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e30}},
+            "attention_factor must be a finite number",
+        ),
     ],
     ids=str,
 )
-def test_a_size_that_is_too_large_is_refused_before_memory_is_asked_for(model, changes, words):
+def test_a_number_that_is_too_large_is_refused_before_memory_is_asked_for(model, changes, words):
     """Sizes that the weights deny, and contexts that nobody asked for, once took gigabytes."""
     config = BASES["config.json"] | {"rope_scaling": None} | changes
     (model / "config.json").write_text(json.dumps(config))
@@ -408,3 +412,21 @@ def test_mutated_adapters_load_or_are_named(model, tmp_path, mutation):
         # An adapter's fault is named by the adapter's directory.
         if str(adapter) not in str(error):
             raise
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora_alpha": 1e38}, "lora_alpha must be a finite number"),  # infinite weights, then NaN
+        ({"alpha_pattern": {"q_proj": 1e308}}, r"alpha_pattern\['q_proj'\] must be a finite"),
+        ({"target_modules": r"([a-z._0-9]+)+x"}, "target_modules has .* repeats a repetition"),
+        ({"rank_pattern": {r"((\w|\.)*)*x": 4}}, "rank_pattern has .* repeats a repetition"),
+    ],
+    ids=str,
+)
+def test_adapters_that_would_overflow_or_hang_are_refused(model, tmp_path, changes, words):
+    adapter = write_adapter(tmp_path / "adapter", model)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=f"{adapter}/adapter_config.json: {words}"):
+        LLM(model, **OPTIONS, lora=str(adapter))
