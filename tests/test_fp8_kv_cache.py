@@ -151,10 +151,14 @@ def test_without_it_nothing_is_calibrated(tiny_llm):
     assert scales_of(tiny_llm()) is None
 
 
-def test_an_old_gpu_is_refused_by_name(monkeypatch):
+def test_what_the_gpu_kernels_cannot_do_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    device = torch.device("cuda")
-    check_kv_cache(Config("model"), device)
-    check_kv_cache(Config("model", kv_cache_dtype="fp8", attention_backend="sdpa"), device)
+    device, fp8 = torch.device("cuda"), Config("model", kv_cache_dtype="fp8")
+    check_kv_cache(Config("model"), 128, device)
+    check_kv_cache(Config("model", kv_cache_dtype="fp8", attention_backend="sdpa"), 16, device)
     with pytest.raises(ValueError, match="compute capability 8.9 or later, this one has 8.0"):
-        check_kv_cache(Config("model", kv_cache_dtype="fp8"), device)
+        check_kv_cache(fp8, 128, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_kv_cache(fp8, 32, device)
+    with pytest.raises(ValueError, match="head_dim of 32 or more, this model has 16"):
+        check_kv_cache(fp8, 16, device)

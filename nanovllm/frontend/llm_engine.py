@@ -67,7 +67,7 @@ class LLMEngine:
             )
         device = resolve_device(config.device)
         check_ranks(model_config, config.tensor_parallel_size, device)
-        check_kv_cache(config, device)
+        check_kv_cache(config, model_config.head_dim, device)
         check_positions(config, model_config, max_len, directory)
         if config.load_format == "auto":
             check_sizes(model_config, directory)

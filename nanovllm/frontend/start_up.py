@@ -68,7 +68,7 @@ def prefix_root(config: Config, model: ModelConfig, model_dir: Path) -> int:
     return int(adapter_digest(config.lora)[:16], 16)
 
 
-def check_kv_cache(config: Config, device: torch.device) -> None:
+def check_kv_cache(config: Config, head_dim: int, device: torch.device) -> None:
     """Raise a ValueError where a KV cache in fp8 is asked for and cannot be had."""
     if config.kv_cache_dtype != "fp8":
         return
@@ -81,8 +81,13 @@ def check_kv_cache(config: Config, device: torch.device) -> None:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             raise ValueError(
-                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later, this one "
-                f"has {capability[0]}.{capability[1]}. Leave it out."
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later, this one has "
+                f"{capability[0]}.{capability[1]}. Leave it out, or pass attention_backend='sdpa'."
+            )
+        if head_dim == 16:  # whose pairs are too few for the tensor cores' smallest tile
+            raise ValueError(
+                "kv_cache_dtype='fp8' needs a head_dim of 32 or more, this model has 16. "
+                "Leave it out, or pass attention_backend='sdpa'."
             )
 
 
