@@ -47,7 +47,7 @@ def noise(*shape, dtype=torch.float32, seed=0):
 def assert_same(ours, expected, dtype=torch.float32):
     """Equal; where a sum in another order changed the last bit, numbers may round to neighbours."""
     torch.testing.assert_close(
-        ours.scale, expected.scale, rtol={torch.float32: 1e-6}.get(dtype, 2**-7), atol=0
+        ours.scale, expected.scale, rtol={torch.float32: 1e-5}.get(dtype, 2**-7), atol=0
     )
     differs = ours.data.float() != expected.data.float()
     assert differs.sum() <= 0.01 * differs.numel()
