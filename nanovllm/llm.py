@@ -16,7 +16,7 @@ from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import iterate, paired, stream_text
 from nanovllm.metrics import StepSample, StepSampler
 from nanovllm.outputs import RequestOutput, Score
-from nanovllm.run_requests import checked, run_batch
+from nanovllm.run_requests import checked, run_batch, step_whole
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import score_continuations
 from nanovllm.utils.checks import check_int
@@ -180,7 +180,7 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Do one step of the engine; return the requests that it finished."""
-        return self._engine.step()
+        return step_whole(self._engine)
 
     def is_finished(self) -> bool:
         """Whether every added request has been returned by `step`."""

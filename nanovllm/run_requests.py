@@ -69,8 +69,8 @@ def _run_claimed(
     done: dict[str, RequestOutput] = {}
     foreign: list[RequestOutput] = []
     interrupt = InterruptFlag()
-    try:
-        with interrupt:
+    with interrupt:
+        try:
             engine.add(requests)
             while waiting_for and not interrupt.count:
                 for output in engine.step():
@@ -81,30 +81,33 @@ def _run_claimed(
                         done[output.request_id] = output
                         progress.show_finished(*_token_counts(output))
                 progress.show_state(*engine.load())
-        if interrupt.count:
-            raise KeyboardInterrupt
-    except BaseException:
-        # A second Ctrl-C may have struck anywhere: only a new engine is sure to be right.
-        if interrupt.count > 1:
-            engine.close()
-        engine.abort(ids)
-        raise
-    finally:
-        engine.keep_for_later(foreign)
+        except BaseException:
+            # A second Ctrl-C wants an end at once, also of what is on its way on the device.
+            if interrupt.count > 1:
+                engine.close()
+            raise
+        finally:
+            # Inside the block: a Ctrl-C must not cut this short either.
+            if waiting_for:
+                engine.abort(ids)
+            engine.keep_for_later(foreign)
+    if interrupt.count:
+        raise KeyboardInterrupt
     return done
 
 
 def step_whole(engine: LLMEngine) -> list[RequestOutput]:
-    """One step for a generator: the first Ctrl-C raises after it, a second closes the engine."""
+    """One step, never cut short: the first Ctrl-C raises after it, a second closes the engine."""
     interrupt = InterruptFlag()
-    try:
-        with interrupt:
+    with interrupt:
+        try:
             outputs = engine.step()
-    except KeyboardInterrupt:
-        engine.close()
-        raise
+        except KeyboardInterrupt:
+            engine.close()
+            raise
+        if interrupt.count:
+            engine.keep_for_later(outputs)
     if interrupt.count:
-        engine.keep_for_later(outputs)
         raise KeyboardInterrupt
     return outputs
 

@@ -163,21 +163,6 @@ class Scheduler:
         if reason != "abort":
             self._predictor.observe(seq.num_output_tokens)
 
-    def recover(self) -> None:
-        """After a failed step: drop steps in flight and put everything running back to waiting."""
-        lost = [seq for flight in self._in_flight for seq in flight.seqs]
-        self._in_flight.clear()
-        for seq in self.rows.seqs_by_admission()[::-1]:
-            self._preempt(seq)
-        for seq in lost:
-            seq.num_expected_tokens = len(seq.token_ids)
-            if seq.status is SequenceStatus.DRAINING:
-                seq.status = SequenceStatus.WAITING
-                self.waiting.add_first(seq)
-        # What the failed step should have written is unknown, so nothing indexed can be trusted.
-        self.blocks.reset_prefix_index()
-        self._is_blocked = False
-
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls. For tests."""
         running = self.rows.seqs_by_admission()

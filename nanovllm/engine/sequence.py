@@ -74,3 +74,17 @@ class Sequence:
     @property
     def has_token_in_flight(self) -> bool:
         return len(self.token_ids) < self.num_expected_tokens
+
+    def restart(self) -> None:
+        """Back to waiting, in whatever state a fault left it. For a scheduler that is new.
+
+        Whether the last token was looked at for an end is not known, so it is drawn again, which
+        gives the same one.
+        """
+        if self.status is not SequenceStatus.WAITING:
+            self.num_preemptions += 1
+        del self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - 1) :]
+        self.num_computed_tokens = self.num_indexed_blocks = 0
+        self.num_expected_tokens = len(self.token_ids)
+        self.block_table, self.row = [], -1
+        self.status, self.finish_reason, self.stop_reason = SequenceStatus.WAITING, None, None

@@ -23,6 +23,7 @@ from nanovllm.frontend.start_up import (
     check_ranks,
     memory_errors_named,
     prefix_root,
+    step_memory_errors_named,
 )
 from nanovllm.frontend.weight_update import weight_list, weight_parts
 from nanovllm.metrics import Metrics, Stopwatch
@@ -32,6 +33,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.quantization.formats import with_quantization
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.exclusive import Exclusive
+from nanovllm.utils.owner import Owner, never_free
 from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class LLMEngine:
     """Owns the steps in flight and the parts that steps pass through, in one thread at a time."""
 
     def __init__(self, config: Config) -> None:
+        self._owner = Owner("LLM")
         self.metrics = Metrics()
         self.on_step: Callable[[Metrics, tuple[int, int, float]], None] | None = None
         directory = find_model(config.model)
@@ -81,10 +84,21 @@ class LLMEngine:
         with memory_errors_named(config):
             self._executor = make_executor(config, model_config, directory, max_model_len=max_len)
             try:
-                num_blocks = self._executor.init_kv_cache()
+                self._build(self._executor.init_kv_cache(), max_len, tokenizer, eos_ids, root_hash)
             except BaseException:
                 self._executor.close()
                 raise
+
+    def _build(
+        self,
+        num_blocks: int,
+        max_len: int,
+        tokenizer: Any | None,
+        eos_ids: list[int],
+        root_hash: int,
+    ) -> None:
+        """Make the host's side of the engine around a device side that is ready."""
+        config, model_config = self.config, self.model_config
         num_cache_tokens = num_blocks * config.kvcache_block_size
         self.max_model_len = self._bounded_len(max_len, num_cache_tokens)
         limits = Limits(
@@ -93,20 +107,25 @@ class LLMEngine:
             model_config.vocab_size,
             allows_processors=config.tensor_parallel_size == 1,
         )
-        self.scheduler = Scheduler(
-            BlockManager(
-                num_blocks,
-                config.kvcache_block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
-                root_hash=root_hash,
-            ),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_len,
-            eos_token_ids=eos_ids,
-            vocab_size=model_config.vocab_size,
-            enable_request_reordering=config.enable_request_reordering,
-        )
+
+        def make_scheduler() -> Scheduler:
+            return Scheduler(
+                BlockManager(
+                    num_blocks,
+                    config.kvcache_block_size,
+                    enable_prefix_caching=config.enable_prefix_caching,
+                    root_hash=root_hash,
+                ),
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_len,
+                eos_token_ids=eos_ids,
+                vocab_size=model_config.vocab_size,
+                enable_request_reordering=config.enable_request_reordering,
+            )
+
+        self._make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.builder = RequestBuilder(
             tokenizer, limits, eos_ids, config.seed, is_taken=self._is_taken
         )
@@ -114,6 +133,7 @@ class LLMEngine:
         self._exclusive = Exclusive()
         self._in_flight: deque[_Launched] = deque()
         self._unclaimed: list[RequestOutput] = []
+        self._num_preemptions = 0  # by schedulers before a fault
         self.is_closed = False
         self._sleep_level = 0  # 0: awake
 
@@ -149,9 +169,15 @@ class LLMEngine:
                     raise ValueError(
                         f"request_id {request.request_id!r} is in use. Choose another."
                     )
-            for request in requests:
-                self.processor.add(request)
-                self.scheduler.add(request.seqs)
+            try:
+                for request in requests:
+                    self.processor.add(request)
+                    self.scheduler.add(request.seqs)
+            except BaseException:
+                for request in requests:
+                    self.processor.requests.pop(request.request_id, None)
+                self._recover()
+                raise
             self.metrics.num_requests += len(requests)
 
     def _is_taken(self, request_id: str) -> bool:
@@ -167,7 +193,8 @@ class LLMEngine:
         self._check_open()
         with self._exclusive.use(is_step=True):
             try:
-                self._step()
+                with step_memory_errors_named():
+                    self._step()
             except BaseException:
                 self._recover()
                 raise
@@ -193,7 +220,13 @@ class LLMEngine:
         if not any(map(self._is_taken, ids)):
             return []  # nothing to end: no need to wait for who uses the engine
         with self._exclusive.use(waits=True):
-            return self._abort(request_ids, ids)
+            try:
+                return self._abort(request_ids, ids)
+            except BaseException:  # a Ctrl-C: what was to end must not go on
+                for request_id in ids:
+                    self.processor.requests.pop(request_id, None)
+                self._recover()
+                raise
 
     def _abort(self, request_ids: list[str], ids: set[str]) -> list[RequestOutput]:
         outputs = [output for output in self._unclaimed if output.request_id in ids]
@@ -268,7 +301,10 @@ class LLMEngine:
         if not self.is_closed:
             self.is_closed = True
             self._in_flight.clear()
-            self._executor.close()
+            if self._owner.is_here:
+                self._executor.close()
+            else:  # a fork that drops its copy must not end the original's workers
+                never_free(self._executor)
 
     # ---- one step
 
@@ -281,14 +317,13 @@ class LLMEngine:
             self.metrics.launch_s += watch.lap()
         num_kept = 1 if output is not None and self._may_run_ahead(output) else 0
         while len(self._in_flight) > num_kept:
-            # At once into the engine's keeping: the next one may fail.
-            self._unclaimed += self._bring_in(self._in_flight.popleft())
+            self._bring_in(self._in_flight.popleft())
 
     def launched(self, output: SchedulerOutput) -> _Launched:
         """Launch a step and count it."""
         num_prefill_tokens = 0 if output.prefill is None else len(output.prefill.token_ids)
         self.metrics.count_step(num_prefill_tokens, output.num_decode_rows)
-        self.metrics.num_preemptions = self.scheduler.num_preemptions
+        self.metrics.num_preemptions = self._num_preemptions + self.scheduler.num_preemptions
         return _Launched(output, self._executor.execute(output))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
@@ -296,7 +331,7 @@ class LLMEngine:
         needs_host = output.features & SamplingFeature.PYTHON_PROCESSORS
         return self._enable_overlap and not needs_host
 
-    def _bring_in(self, launched: _Launched) -> list[RequestOutput]:
+    def _bring_in(self, launched: _Launched) -> None:
         watch = Stopwatch()
         step_output = launched.future.wait()
         self.metrics.wait_s += watch.lap()
@@ -305,17 +340,33 @@ class LLMEngine:
         for seq, stop in stopped:
             self.scheduler.finish(seq, "stop", stop)
         self.metrics.num_output_tokens += updates.num_new_tokens
+        self._keep(outputs)
+        self.metrics.update_s += watch.lap()
+
+    def _keep(self, outputs: list[RequestOutput]) -> None:
+        """Take outputs from the processor for the next return, so that no fault loses them."""
+        self._unclaimed += outputs
+        self.processor.forget(outputs)
         for output in outputs:
             if output.finished:
                 self.metrics.count_finished(output)
-        self.metrics.update_s += watch.lap()
-        return outputs
 
     def _recover(self) -> None:
-        """After a fault in a step: nothing is in flight, and all that ran waits to run again."""
-        self._in_flight.clear()
-        self.scheduler.recover()
-        self._unclaimed += self.processor.take_finished()
+        """After a fault: nothing is in flight, and all open requests wait to run again.
+
+        It may have struck between any two lines, so the scheduler's books are begun anew.
+        """
+        try:
+            self._in_flight.clear()
+            self._num_preemptions += self.scheduler.num_preemptions
+            self.scheduler = self._make_scheduler()
+            self.processor.forget(self._unclaimed)
+            seqs, outputs = self.processor.restart()
+            self._keep(outputs)
+            self.scheduler.add(seqs)
+        except BaseException:
+            self.close()  # what cannot be put right must not go on
+            raise
 
     def _check_idle(self, name: str) -> None:
         self._check_open()
@@ -332,5 +383,6 @@ class LLMEngine:
             raise RuntimeError("The engine sleeps. Call wake_up first.")
 
     def _check_open(self) -> None:
+        self._owner.check()
         if self.is_closed:
             raise RuntimeError("The engine is closed. Build a new LLM.")

@@ -31,6 +31,11 @@ class SequenceLogprobs:
         self.positions.append(self._as_dict(columns, place, self._num_wanted))
         self.cumulative += float(columns.logprobs[place, 0])
 
+    def keep(self, num_tokens: int) -> None:
+        """Forget what was pushed after the first `num_tokens` tokens."""
+        del self.positions[num_tokens:]
+        self.cumulative = sum(next(iter(entry.values())).logprob for entry in self.positions)
+
     def push_prompt(
         self, columns: LogprobColumns, start: int, end: int, first_position: int
     ) -> None:

@@ -5,6 +5,7 @@ Only sequences with a stop string or a stream pay for text before they end.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from nanovllm.frontend.logprobs import SequenceLogprobs
 from nanovllm.frontend.text import IncrementalText, decode_options, find_stop, special_tokens
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,20 +45,17 @@ class OutputProcessor:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        needs_text = request.params.stop or request.is_streamed
-        if needs_text and self._tokenizer is not None:
-            for sample in range(len(request.seqs)):
-                request.texts[sample] = IncrementalText(
-                    self._tokenizer, request.params, self._hidden_tokens
-                )
         if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
             for seq in request.seqs:
                 request.logprobs[seq.sample_index] = SequenceLogprobs(
                     self._tokenizer, request.params, seq.prompt_logprobs_from
                 )
 
-    def discard(self, request_id: str) -> None:
-        self.requests.pop(request_id, None)
+    def forget(self, outputs: list[RequestOutput]) -> None:
+        """Let go of the requests whose final outputs are in the engine's keeping."""
+        for output in outputs:
+            if output.finished:
+                self.requests.pop(output.request_id, None)
 
     def process(
         self, updates: SequenceUpdates, step_output: StepOutput
@@ -63,7 +63,7 @@ class OutputProcessor:
         """Take in what a step drew.
 
         Returns:
-            requests that are finished now, and streamed ones that have more text
+            requests that are finished now, to be forgotten, and streamed ones that have more text
             (sequence, stop string) of sequences that must not go on
         """
         stopped: list[tuple[Sequence, str]] = []
@@ -81,7 +81,7 @@ class OutputProcessor:
             sample = seq.sample_index
             if request.params.logprobs is not None and step_output.logprobs is not None:
                 request.logprobs[sample].push(step_output.logprobs, place)
-            text = request.texts.get(sample)
+            text = self._text_of(request, seq)
             if text is None:
                 continue
             searched = len(text.searchable)
@@ -102,25 +102,55 @@ class OutputProcessor:
                     self._complete(request, seq)
         return self._outputs(touched), stopped
 
-    def take_finished(self) -> list[RequestOutput]:
-        """Outputs of requests that ended in a step that failed before `process` heard of them."""
-        touched: dict[str, Request] = {}
-        for request_id, request in self.requests.items():
+    def restart(self) -> tuple[list[Sequence], list[RequestOutput]]:
+        """After a fault in the middle of a step: go back to what is known of every request.
+
+        Returns:
+            sequences that must run again, in the order in which they came
+            outputs of requests that are finished, and had not been handed over
+        """
+        seqs = []
+        for request in self.requests.values():
             for seq in request.seqs:
-                if seq.is_finished and seq.sample_index not in request.completions:
-                    self._complete(request, seq)
-                    touched[request_id] = request
-        return self._outputs(touched)
+                if seq.sample_index in request.completions:
+                    continue
+                seq.restart()
+                if (logprobs := request.logprobs.get(seq.sample_index)) is not None:
+                    logprobs.keep(seq.num_output_tokens)
+                request.texts.pop(seq.sample_index, None)
+                seqs.append(seq)
+        done = {i: r for i, r in self.requests.items() if len(r.completions) == len(r.seqs)}
+        return seqs, self._outputs(done)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request as it stands: its text so far, finish_reason "abort"."""
-        request = self.requests.get(request_id)
+        request = self.requests.pop(request_id, None)
         if request is None:
             return None
         for seq in request.seqs:
             if seq.sample_index not in request.completions:
-                self._complete(request, seq)
-        return self._outputs({request_id: request})[0]
+                try:
+                    self._complete(request, seq)
+                except Exception:  # a tokenizer that raises: what it had must end all the same
+                    logger.warning("The text of an aborted request is lost", exc_info=True)
+                    request.completions[seq.sample_index] = CompletionOutput(
+                        index=seq.sample_index,
+                        text="",
+                        token_ids=seq.token_ids[seq.num_prompt_tokens :],
+                        finish_reason=seq.finish_reason,
+                    )
+        return self._output(request, is_finished=True)
+
+    def _text_of(self, request: Request, seq: Sequence) -> IncrementalText | None:
+        """The text before the last token, where it is made token by token."""
+        text = request.texts.get(seq.sample_index)
+        needs_text = request.params.stop or request.is_streamed
+        if text is None and needs_text and self._tokenizer is not None:
+            text = IncrementalText(self._tokenizer, request.params, self._hidden_tokens)
+            for token_id in seq.token_ids[seq.num_prompt_tokens : -1]:  # after a fault
+                text.push(token_id)
+            request.texts[seq.sample_index] = text
+        return text
 
     def _complete(
         self, request: Request, seq: Sequence, stop: tuple[int, str] | None = None
@@ -172,13 +202,10 @@ class OutputProcessor:
 
     def _outputs(self, touched: dict[str, Request]) -> list[RequestOutput]:
         outputs = []
-        for request_id, request in touched.items():
+        for request in touched.values():
             is_finished = len(request.completions) == len(request.seqs)
-            if is_finished:
-                del self.requests[request_id]
-            elif not request.is_streamed:
-                continue
-            outputs.append(self._output(request, is_finished))
+            if is_finished or request.is_streamed:
+                outputs.append(self._output(request, is_finished))
         return outputs
 
     def _output(self, request: Request, is_finished: bool) -> RequestOutput:

@@ -1,7 +1,8 @@
-"""What is checked before an engine starts, and what its memory errors say."""
+"""What is checked before an engine starts, and what memory errors say, then and in a step."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,4 +106,24 @@ def memory_errors_named(config: Config) -> Iterator[None]:
             f"There is not enough memory to start with max_num_seqs={config.max_num_seqs} and "
             f"max_num_batched_tokens={config.max_num_batched_tokens}. Lower them, or "
             f"max_model_len ({type(error).__name__}: {words.splitlines()[0] if words else ''})."
+        ) from error
+
+
+@contextmanager
+def step_memory_errors_named() -> Iterator[None]:
+    """Turn what an allocator raises in a step into a MemoryError, and free what the step held."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error).lower()
+        phrases = ("out of memory", "can't allocate", "alloc_failed")
+        if not any(phrase in words for phrase in phrases):
+            raise
+        # The frames of the fault keep their tensors for as long as somebody keeps the error.
+        traceback.clear_frames(error.__traceback__)
+        torch.cuda.empty_cache()
+        raise MemoryError(
+            f"A step ran out of memory ({words.splitlines()[0]}). The engine can go on, but may "
+            "run out again: lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs "
+            "in a new LLM, or free what other programs took since this one started."
         ) from error

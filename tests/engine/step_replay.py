@@ -161,17 +161,19 @@ class Engine:
         enable_overlap: bool = False,
         reorder: bool = False,
     ) -> None:
-        blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(
-            blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=[EOS],
-            vocab_size=VOCAB,
-            enable_request_reordering=reorder,
-        )
-        self.blocks = blocks
+        def make_scheduler() -> Scheduler:
+            return Scheduler(
+                BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                eos_token_ids=[EOS],
+                vocab_size=VOCAB,
+                enable_request_reordering=reorder,
+            )
+
+        self.make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens
         self.enable_overlap = enable_overlap
@@ -180,6 +182,10 @@ class Engine:
         self.next_position: dict[int, tuple[int, int]] = {}  # seq_id -> (preemptions, position)
         self.num_steps = self.num_turns = 0
         self.num_recoveries = 0
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.scheduler.blocks
 
     def launch(self) -> SchedulerOutput | None:
         """Schedule and run a step on the device; its tokens stay in flight."""
@@ -226,9 +232,16 @@ class Engine:
         return finished
 
     def recover(self) -> None:
-        """What the engine does after a fault: steps in flight are lost."""
+        """What the engine does after a fault: steps in flight are lost, the books begun anew."""
         self.in_flight.clear()
-        self.scheduler.recover()
+        old = self.scheduler
+        lost = [seq for flight in old._in_flight for seq in flight.seqs]
+        seqs = {*old.rows.seqs_by_admission(), *lost, *old.waiting.seqs()}
+        self.scheduler = self.make_scheduler()
+        for seq in sorted(seqs, key=lambda seq: seq.seq_id):
+            if not seq.is_finished:
+                seq.restart()
+                self.scheduler.add([seq])
         self.num_recoveries += 1
         self.scheduler.check_invariants()
 

@@ -178,7 +178,9 @@ def feed(processor, seq, token_id, *, finish=None, stop_reason=None):
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = finish, stop_reason
         updates.finished.append(seq)
-    return processor.process(updates, NOTHING)
+    outputs, stopped = processor.process(updates, NOTHING)
+    processor.forget(outputs)
+    return outputs, stopped
 
 
 def feed_text(processor, seq, tokenizer, text):
