@@ -76,13 +76,6 @@ def worker_pids(llm):
     return [process.pid for process in llm._engine._executor._group._processes]
 
 
-def leftovers():
-    """What an engine of this process might leave: files by our name in the usual places."""
-    places = [Path(tempfile.gettempdir()), Path("/dev/shm")]
-    names = (name for place in places if place.is_dir() for name in place.iterdir())
-    return {str(name) for name in names if name.name.startswith("nanovllm")}
-
-
 def is_alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -99,12 +92,16 @@ def wait_until_gone(pids, timeout_s):
 
 
 @pytest.fixture
-def nothing_left():
+def nothing_left(tmp_path, monkeypatch):
     """After the test no process, no named file and no directory of ours is left."""
-    before, children = leftovers(), set(multiprocessing.active_children())
+    children = set(multiprocessing.active_children())
+    directory = tmp_path / "of its own"  # others on the machine come and go in the usual one
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     yield
     assert set(multiprocessing.active_children()) == children
-    assert leftovers() <= before
+    assert list(directory.iterdir()) == []
+    assert [name for name in os.listdir("/dev/shm") if "nanovllm" in name] == []
 
 
 @pytest.mark.parametrize(

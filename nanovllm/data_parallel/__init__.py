@@ -7,19 +7,21 @@ work.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import fields
 from multiprocessing.connection import Connection, wait
 from threading import Event
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, RunItem
+from nanovllm.data_parallel.job import Job, Open
 from nanovllm.data_parallel.placement import engine_environments
 from nanovllm.frontend.output_processor import Request
 from nanovllm.frontend.request_builder import (
@@ -39,6 +41,8 @@ from nanovllm.read_ahead import AllAtOnce, ReadAhead
 from nanovllm.run_requests import NOTHING_STARTED, checked, error_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.interrupt import InterruptFlag
+from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.progress import Progress
 from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
 
@@ -47,24 +51,6 @@ logger = logging.getLogger(__name__)
 _CHUNK = 128  # prompts tokenised at once, in a thread while the engines work
 _MAX_DEATHS = 3  # after so many engines died under it a request is given up
 _POLL_S = 0.5
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that has no output yet."""
-
-    index: int
-    request: Request
-    seed: int
-    num_deaths: int = 0
-
-
-@dataclass(slots=True)
-class _Job:
-    """One call of generate_iter: what waits here, and what is open in all."""
-
-    waiting: deque[_Open] = field(default_factory=deque)
-    open: dict[str, _Open] = field(default_factory=dict)
 
 
 class DataParallelLLM:
@@ -79,23 +65,23 @@ class DataParallelLLM:
     ) -> None:
         size = check_int("data_parallel_size", data_parallel_size, minimum=1)
         self._config = config = Config.from_options(model, options)
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise RuntimeError(
-                "DataParallelLLM starts processes that import your script. "
-                "Put the script's code under `if __name__ == '__main__':`."
-            )
+        check_may_start_processes("DataParallelLLM")
+        self._owner = Owner("DataParallelLLM")
         self.faults: list[str] = []  # what to tell the user about engines that died
         self._sink: Callable[[StepSample], None] | None = None
         self._is_running = False
         self._model_dir = find_model(config.model)
         self._engines: list[EngineProcess] = []
-        # Ended at exit at the latest: multiprocessing would wait for the processes for ever.
-        self._finalizer = weakref.finalize(self, _close_all, self._engines)
+        self._finalizer = weakref.finalize(self, _close_all, self._owner, self._engines)
+        # Registered last, so called first: multiprocessing would wait for the processes for ever.
+        atexit.register(self._finalizer)
         try:
             for number, variables in enumerate(engine_environments(config, size)):
                 self._engines.append(EngineProcess(number, config, variables))
             facts = [engine.wait_until_ready() for engine in self._engines]
         except BaseException:
+            for engine in self._engines:
+                engine.kill()
             self.close()
             raise
         self.max_model_len = min(item.max_model_len for item in facts)
@@ -137,10 +123,10 @@ class DataParallelLLM:
         if not return_errors:
             checked(built, advice=NOTHING_STARTED)
         outputs: dict[int, RequestOutput] = {}
-        with Progress(use_tqdm, len(items)) as progress:
-            for index, output in self._run(
-                lambda _: AllAtOnce(built), window=len(items) + 1, drain=None
-            ):
+        # Closed at once when this is left: a traceback that is kept would keep it open.
+        run = closing(self._run(lambda _: AllAtOnce(built), window=len(items) + 1, drain=None))
+        with Progress(use_tqdm, len(items)) as progress, run as results:
+            for index, output in results:
                 outputs[index] = output
                 num_out = sum(len(answer.token_ids) for answer in output.outputs)
                 progress.show_finished(len(output.prompt_token_ids), num_out)
@@ -207,6 +193,7 @@ class DataParallelLLM:
     def close(self) -> None:
         """End the engines. A second call does nothing."""
         self._finalizer()
+        atexit.unregister(self._finalizer)
 
     def __enter__(self) -> DataParallelLLM:
         return self
@@ -222,40 +209,58 @@ class DataParallelLLM:
         *,
         window: int,
         drain: Event | None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
+        self._owner.check()
         if self._is_running:
             raise RuntimeError("One generate at a time: finish or close the last generate_iter.")
-        self._is_running = True
-        job, num_read, is_drained, is_reading = _Job(), 0, False, True
+        job, num_read, is_drained, is_reading = Job(), 0, False, True
         error: BaseException | None = None
-        woken, waker = multiprocessing.Pipe(duplex=False)
-        ahead = start(lambda: waker.send(None))
+        # A message to or from an engine that Ctrl-C cut in half would make the next one garbage.
+        interrupt = InterruptFlag()
+        with interrupt:
+            woken, waker = multiprocessing.Pipe(duplex=False)
+            ahead = start(lambda: waker.send(None))
+            self._is_running = True
         try:
+            if interrupt.count:
+                raise KeyboardInterrupt
             while is_reading or job.open:
-                if drain is not None and drain.is_set() and not is_drained:
-                    is_reading, is_drained = False, True
-                    self._drop_waiting(job)
-                while is_reading and len(job.open) < window and (chunk := ahead.take(0)):
-                    is_reading, error = not chunk.is_last, chunk.error
-                    yield from self._take_in(chunk.built, num_read, job)
-                    num_read += len(chunk.built)
-                self._hand_out(job, is_complete=not is_reading)
-                if is_reading or job.open:
-                    yield from self._receive(job, woken)
+                results: list[tuple[int, RequestOutput]] = []
+                with interrupt:
+                    if drain is not None and drain.is_set() and not is_drained:
+                        is_reading, is_drained = False, True
+                        self._drop_waiting(job)
+                    while is_reading and not results and len(job.open) < window:
+                        if not (chunk := ahead.take(0)):
+                            break
+                        is_reading, error = not chunk.is_last, chunk.error
+                        results += self._take_in(chunk.built, num_read, job)
+                        num_read += len(chunk.built)
+                    self._hand_out(job, is_complete=not is_reading)
+                    if not results and (is_reading or job.open):
+                        results += self._receive(job, woken)
+                if interrupt.count:
+                    raise KeyboardInterrupt
+                yield from results
             if error is not None:
                 raise error
         finally:
             self._is_running = False
-            ahead.close()
-            for engine in self._alive():
-                engine.send(("abort", list(engine.open)))
-                engine.forget_all()
-                engine.is_recalling = engine.is_draining = False
-            woken.close()
-            waker.close()
+            try:
+                with interrupt:
+                    ahead.close()
+                    for engine in self._alive():
+                        engine.send(("abort", list(engine.open)))
+                        engine.forget_all()
+                        engine.is_recalling = engine.is_draining = False
+                    woken.close()
+                    waker.close()
+            finally:
+                if interrupt.count > 1:  # it struck at once, and nobody knows what
+                    self.close()
 
     def _take_in(
-        self, built: list[Request | BadPrompt], num_read: int, job: _Job
+        self, built: list[Request | BadPrompt], num_read: int, job: Job
     ) -> Iterator[tuple[int, RequestOutput]]:
         for index, item in enumerate(built, num_read):
             if isinstance(item, BadPrompt):
@@ -264,11 +269,11 @@ class DataParallelLLM:
             seed = item.params.seed
             if seed is None:
                 seed = derived_seed(self._config.seed, int(item.request_id))
-            opened = _Open(index, item, seed)
+            opened = Open(index, item, seed)
             job.open[item.request_id] = opened
             job.waiting.append(opened)
 
-    def _hand_out(self, job: _Job, *, is_complete: bool) -> None:
+    def _hand_out(self, job: Job, *, is_complete: bool) -> None:
         """Give waiting requests to the engines with the most room, the emptiest first."""
         batches: dict[int, list[RunItem]] = {}
         alive = self._alive()
@@ -303,7 +308,7 @@ class DataParallelLLM:
                 engine.is_recalling = True
                 engine.send(("recall", (num_waiting + 1) // 2))
 
-    def _drop_waiting(self, job: _Job) -> None:
+    def _drop_waiting(self, job: Job) -> None:
         for opened in job.waiting:
             del job.open[opened.request.request_id]
         job.waiting.clear()
@@ -311,7 +316,7 @@ class DataParallelLLM:
             engine.is_draining = True
             engine.send(("recall", None))
 
-    def _receive(self, job: _Job, woken: Connection) -> Iterator[tuple[int, RequestOutput]]:
+    def _receive(self, job: Job, woken: Connection) -> Iterator[tuple[int, RequestOutput]]:
         """Wait for news from the engines or the reader, and deal with it."""
         connections = {engine.connection: engine for engine in self._alive()}
         if not connections:
@@ -334,7 +339,7 @@ class DataParallelLLM:
                 yield from self._finish(engine, payload, job)
 
     def _finish(
-        self, engine: EngineProcess, outputs: list[RequestOutput], job: _Job
+        self, engine: EngineProcess, outputs: list[RequestOutput], job: Job
     ) -> Iterator[tuple[int, RequestOutput]]:
         if self._sink is not None:
             for sample in engine.samples:
@@ -346,7 +351,7 @@ class DataParallelLLM:
             if opened is not None:
                 yield opened.index, output
 
-    def _take_back(self, engine: EngineProcess, request_ids: list[str], job: _Job) -> None:
+    def _take_back(self, engine: EngineProcess, request_ids: list[str], job: Job) -> None:
         engine.is_recalling = False
         if not request_ids:  # all that waits there has run before: do not ask again at once
             engine.load = (engine.load[0], 0, engine.load[2])
@@ -361,7 +366,7 @@ class DataParallelLLM:
                 job.waiting.append(opened)
         engine.is_draining = False
 
-    def _bury(self, engine: EngineProcess, job: _Job) -> Iterator[tuple[int, RequestOutput]]:
+    def _bury(self, engine: EngineProcess, job: Job) -> Iterator[tuple[int, RequestOutput]]:
         """An engine is gone: its requests go to the others, but for those that kill engines."""
         lost = [job.open[request_id] for request_id in engine.open if request_id in job.open]
         engine.forget_all()
@@ -385,7 +390,9 @@ class DataParallelLLM:
         return [engine for engine in self._engines if engine.is_alive]
 
 
-def _close_all(engines: list[EngineProcess]) -> None:
+def _close_all(owner: Owner, engines: list[EngineProcess]) -> None:
+    if not owner.is_here:
+        return  # a fork ends, and they are not its engines
     for engine in engines:
         engine.ask_to_stop()
     for engine in engines:

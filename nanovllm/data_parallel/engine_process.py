@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +18,8 @@ from nanovllm.metrics import Metrics, StepSample
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.environment import environment
+from nanovllm.utils.interrupt import leave_signals_to_parent, signals_held_back
+from nanovllm.utils.processes import end_with_parent
 
 _REPORT_INTERVAL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
@@ -66,7 +65,7 @@ class EngineProcess:
             target=_run_engine, args=(number, config, theirs), name=f"nanovllm-dp{number}"
         )
         # The child is born with them: set any later, torch has been imported.
-        with environment(variables), _blocked_interrupts():
+        with environment(variables), signals_held_back():
             self._process.start()
         theirs.close()
 
@@ -131,6 +130,10 @@ class EngineProcess:
         )
         return f"Engine {self.number} {how}." + (f"\n{self.failure}" if self.failure else "")
 
+    def kill(self) -> None:
+        """End the process without asking it, as before it has begun to work."""
+        self._process.kill()
+
     def ask_to_stop(self) -> None:
         if self.is_alive:
             self.send(("stop", None))
@@ -141,24 +144,12 @@ class EngineProcess:
             self.end()
 
 
-@contextmanager
-def _blocked_interrupts() -> Iterator[None]:
-    """A child started here never hears Ctrl-C, even while it imports: the parent decides."""
-    resource_tracker.ensure_running()  # first, since starting it takes the block off again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 # ---- in the engine's process
 
 
 def _run_engine(number: int, config: Config, connection: Connection) -> None:
-    # A terminal or batch system signals all processes; what to do about it is the parent's to say.
-    for unheard in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(unheard, signal.SIG_IGN)
+    leave_signals_to_parent()
+    end_with_parent()
     try:
         options = {k: v for k, v in asdict(config).items() if k != "model"}
         with LLM(config.model, **options) as llm:

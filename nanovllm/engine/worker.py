@@ -6,15 +6,17 @@ watches the workers while it waits, and raises with a worker's own traceback.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import pickle
-import signal
 import tempfile
 import threading
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,8 +31,10 @@ from nanovllm.engine.step import SchedulerOutput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.channel import ChannelReceiver, ChannelSender
 from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.interrupt import leave_signals_to_parent, signals_held_back
+from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.parallel import ParallelContext, join_group
-from nanovllm.utils.processes import ProcessWatch, end_processes, exit_with_parent
+from nanovllm.utils.processes import ProcessWatch, end_processes, end_with_parent
 
 STEP, CALL, STOP = b"S", b"C", b"X"  # first byte of a message
 _PATIENCE_S = 5.0  # for the end of a process that has closed its connections
@@ -75,11 +79,7 @@ class WorkerGroup:
     """Owns the worker processes, the channel to them and the meeting place of all ranks."""
 
     def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise RuntimeError(
-                "LLM(tensor_parallel_size > 1) starts processes that import your script. "
-                "Put the script's code under `if __name__ == '__main__':`."
-            )
+        check_may_start_processes("LLM(tensor_parallel_size > 1)")
         self._spec = spec
         # Readable by this user only.
         directory = tempfile.mkdtemp(prefix="nanovllm-")
@@ -93,30 +93,51 @@ class WorkerGroup:
         self._watch: ProcessWatch | None = None
         self._is_out_of_step = False
         self._finalizer = weakref.finalize(
-            self, end_processes, self._processes, self._commands, directory
+            self, end_processes, Owner("LLM"), self._processes, self._commands, directory
         )
-        for rank in range(1, tp_size):
-            commands, worker_commands = context.Pipe()
-            replies, worker_replies = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_worker,
-                args=(spec, rank, tp_size, self._store_path, worker_commands, worker_replies),
-                name=f"nanovllm-tp{rank}",
-                daemon=True,
-            )
-            process.start()
-            worker_commands.close()
-            worker_replies.close()
-            self._processes.append(process)
-            self._commands.append(commands)
-            self._replies.append(replies)
-        self.collect()  # every worker is up, before rank 0 waits for them where it cannot watch
+        # Registered last, so called first: multiprocessing would wait for the workers for ever.
+        atexit.register(self._finalizer)
+        try:
+            for rank in range(1, tp_size):
+                commands, worker_commands = context.Pipe()
+                replies, worker_replies = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_worker,
+                    args=(spec, rank, tp_size, self._store_path, worker_commands, worker_replies),
+                    name=f"nanovllm-tp{rank}",
+                    daemon=True,
+                )
+                with signals_held_back():
+                    process.start()
+                worker_commands.close()
+                worker_replies.close()
+                self._processes.append(process)
+                self._commands.append(commands)
+                self._replies.append(replies)
+            self.collect()  # every worker is up, before rank 0 waits for them
+        except BaseException:
+            self._is_out_of_step = True
+            self.close()
+            raise
         pids = [process.pid or 0 for process in self._processes]
         self._sender = ChannelSender(self._commands, pids)
 
     def join(self) -> ParallelContext:
         """Meet the workers; call once, on rank 0. From then on one that ends ends collectives."""
-        self.parallel = self._spec.join(self._store_path, 0)
+        met: Future[ParallelContext] = Future()
+
+        def meet() -> None:
+            try:
+                met.set_result(self._spec.join(self._store_path, 0))
+            except BaseException as error:
+                met.set_exception(error)
+
+        # In a thread that may be left behind: its wait for a worker that died cannot be ended.
+        threading.Thread(target=meet, name="nanovllm-meet", daemon=True).start()
+        while not met.done():
+            self.check_alive()
+            wait([met], timeout=0.2)
+        self.parallel = met.result()
         self._watch = ProcessWatch(self._processes, self.parallel.abort)
         return self.parallel
 
@@ -204,6 +225,7 @@ class WorkerGroup:
             self._sender.close()
             self._sender = None
         self._finalizer()
+        atexit.unregister(self._finalizer)
 
     def _read_reply(self, replies: Connection) -> None:
         error = replies.recv()
@@ -223,8 +245,8 @@ def _run_worker(
     commands: Connection,
     replies: Connection,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
-    threading.Thread(target=exit_with_parent, args=(store_path,), daemon=True).start()
+    leave_signals_to_parent()
+    end_with_parent(Path(store_path).parent)
     torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
     receiver = ChannelReceiver(commands, tp_rank - 1, tp_size - 1)
     try:
@@ -235,10 +257,11 @@ def _run_worker(
         _serve(runner, receiver, replies)
         runner.close()
         parallel.close()
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         pass  # rank 0 is gone
     except BaseException:
-        replies.send(traceback.format_exc())
+        with suppress(OSError):
+            replies.send(traceback.format_exc())
         replies.close()
         raise SystemExit(1) from None
     finally:

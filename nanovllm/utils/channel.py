@@ -24,7 +24,9 @@ _DOORBELL = struct.Struct("<qq")  # message number, length; a negative length an
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("nanovllm", os.MFD_CLOEXEC)
+        fd = os.memfd_create("nanovllm", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)  # /proc shows it to the user's own processes; to nobody else's
+        return fd
     with tempfile.TemporaryFile() as file:  # already unlinked, readable by this user only
         return os.dup(file.fileno())
 

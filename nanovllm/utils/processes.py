@@ -12,8 +12,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from nanovllm.utils.owner import Owner
+
 _STOP_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 5.0
+_POLL_S = 0.5
 
 
 class ProcessWatch:
@@ -49,8 +52,12 @@ class ProcessWatch:
         self._thread.join(_JOIN_TIMEOUT_S)
 
 
-def end_processes(processes: list[BaseProcess], commands: list[Connection], directory: str) -> None:
+def end_processes(
+    owner: Owner, processes: list[BaseProcess], commands: list[Connection], directory: str
+) -> None:
     """Close what they read commands from, wait a little, kill who is left; remove `directory`."""
+    if not owner.is_here:
+        return  # a fork ends, and they are not its processes
     for connection in commands:
         connection.close()  # a worker that waits for a command sees the end of file
     for process in processes:
@@ -63,12 +70,18 @@ def end_processes(processes: list[BaseProcess], commands: list[Connection], dire
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def exit_with_parent(store_path: str) -> None:
-    """In a thread of a child: end it when its parent is gone, and remove the store's directory."""
+def end_with_parent(directory: str | Path | None = None) -> None:
+    """In a child: end it, from a thread, when its parent is gone, and remove `directory`."""
+    threading.Thread(target=_watch_parent, args=(directory,), daemon=True).start()
+
+
+def _watch_parent(directory: str | Path | None) -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
+    # Not by its pipe alone: a fork of the parent may live on and hold it open.
+    while parent is not None and os.getppid() == parent.pid and parent.is_alive():
+        parent.join(_POLL_S)
     # A parent that was killed could not do it.
-    shutil.rmtree(Path(store_path).parent, ignore_errors=True)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
     # Not sys.exit: the main thread may wait in a collective that will never end.
     os._exit(1)
