@@ -103,6 +103,7 @@ class NanoVLLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -115,11 +116,13 @@ class NanoVLLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
+        """What the harness's cache knows the tokenizer by."""
         return self._pretrained.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
+        """Ids of a text; a BOS is not written twice."""
         if add_special_tokens is None:
             has_bos = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
             add_special_tokens = False if has_bos else self._add_bos_token
@@ -140,6 +143,7 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        """A conversation as the model's template lays it out."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,

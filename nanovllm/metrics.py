@@ -30,9 +30,11 @@ class Metrics:
     update_s: float = 0.0  # host time to bring tokens in and make outputs
 
     def as_dict(self) -> dict[str, Any]:
+        """All counters by name."""
         return asdict(self)
 
     def count_step(self, num_prefill_tokens: int, num_decode_rows: int) -> None:
+        """Count a step that was launched: a prefill, or a decode where there are rows."""
         if num_decode_rows:
             self.num_decode_steps += 1
             self.num_decode_rows += num_decode_rows
@@ -41,6 +43,7 @@ class Metrics:
             self.num_computed_prompt_tokens += num_prefill_tokens
 
     def count_finished(self, output: RequestOutput) -> None:
+        """Count a request whose final output this is."""
         self.num_finished_requests += 1
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_cached_tokens += output.num_cached_tokens
@@ -106,6 +109,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         return elapsed

@@ -102,6 +102,7 @@ def memory_errors_named(config: Config) -> Iterator[None]:
         is_memory = isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError)
         if not is_memory and "can't allocate" not in words and "overflow" not in words:
             raise
+        traceback.clear_frames(error.__traceback__)  # which keep half a model for the error's life
         raise MemoryError(
             f"There is not enough memory to start with max_num_seqs={config.max_num_seqs} and "
             f"max_num_batched_tokens={config.max_num_batched_tokens}. Lower them, or "

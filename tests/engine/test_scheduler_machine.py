@@ -158,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.records.append(output.to_bytes())
         self._note_admissions()
         self.engine.recover()
+        self.scheduler = self.engine.scheduler
         assert self.engine.blocks.num_free_blocks == self.engine.blocks.num_blocks
         assert not any(self.engine.blocks.find_prefix([*stem, 2]) for stem in STEMS)
 

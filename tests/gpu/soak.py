@@ -249,10 +249,13 @@ def main() -> int:
         assert first is not None, "longer, please"
         metrics = llm.metrics.as_dict()
     counts = soak.counts
-    print(f"seconds {time.monotonic() - started:.0f}, steps {metrics.get('num_steps')}")
+    print(
+        f"seconds {time.monotonic() - started:.0f}, "
+        f"prefill steps {metrics['num_prefill_steps']}, decode steps {metrics['num_decode_steps']}"
+    )
     print(
         f"requests {counts['requests']}, finished {counts['finished']}, aborts {counts['aborts']}, "
-        f"preemptions {metrics.get('num_preemptions')}, wrong {counts['wrong']}"
+        f"preemptions {metrics['num_preemptions']}, wrong {counts['wrong']}"
     )
     print("calls", {name: n for name, n in sorted(counts.items()) if name[0] in "gcsb"})
     print("at start", {name: round(value, 1) for name, value in first.items()})
