@@ -16,7 +16,7 @@ from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import iterate, paired, stream_text
 from nanovllm.metrics import StepSample, StepSampler
 from nanovllm.outputs import RequestOutput, Score
-from nanovllm.run_requests import checked, run_batch, step_whole
+from nanovllm.run_requests import checked, run_batch, step_whole, without_interrupts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import score_continuations
 from nanovllm.utils.checks import check_int
@@ -238,7 +238,7 @@ class LLM:
         The prefix cache is reset. Refused while requests are open. The pairs are whole weights: an
         adapter (`lora`) is not added to them, and is gone from those they replace.
         """
-        self._engine.load_weights(weights)
+        without_interrupts(lambda: self._engine.load_weights(weights))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Refused while requests are open."""
@@ -246,11 +246,11 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Give device memory back: level 1 the KV cache, level 2 the weights too."""
-        self._engine.sleep(level)
+        without_interrupts(lambda: self._engine.sleep(level))
 
     def wake_up(self) -> None:
         """Take the memory again; after level 2 the checkpoint, and an adapter, are read again."""
-        self._engine.wake_up()
+        without_interrupts(self._engine.wake_up)
 
     def close(self) -> None:
         """Free the device's memory and end the worker processes. A second call does nothing."""

@@ -112,6 +112,15 @@ def step_whole(engine: LLMEngine) -> list[RequestOutput]:
     return outputs
 
 
+def without_interrupts(work: Callable[[], None]) -> None:
+    """Do what must not be left half done; a Ctrl-C raises after it, a second one at once."""
+    interrupt = InterruptFlag()
+    with interrupt:
+        work()
+    if interrupt.count:
+        raise KeyboardInterrupt
+
+
 def checked(built: list[Request | BadPrompt], *, advice: str = "") -> list[Request]:
     """All requests, or a ValueError that lists every prompt that cannot run."""
     bad = [item for item in built if isinstance(item, BadPrompt)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from oracle import Oracle
 from safetensors.torch import load_file
 from tiny_models import write_tiny_qwen3
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5 + i, *range(30, 60)] for i in range(3)] + [[7, 8]]
@@ -171,3 +173,38 @@ def test_facts_a_trainer_asks_for(tiny_llm):
     llm = tiny_llm(max_model_len=128)
     assert llm.max_model_len == 128
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("hello")) == "hello"
+
+
+def test_a_wake_up_that_fails_is_done_again_from_the_beginning(tmp_path, tiny_model, tiny_oracle):
+    """The second try once took memory that nobody had filled for weights."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model, directory)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(directory, device="cpu", dtype="float32", num_kvcache_blocks=16) as llm:
+        llm.sleep(2)
+        (directory / "model.safetensors").rename(tmp_path / "away")
+        with pytest.raises(ValueError, match="no weights in"):
+            llm.wake_up()
+        with pytest.raises(RuntimeError, match="sleeps"):
+            llm.generate([[5, 6]], params, use_tqdm=False)
+        (tmp_path / "away").rename(directory / "model.safetensors")
+        llm.wake_up()
+        (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+        tiny_oracle.check_greedy([5, 6], output["token_ids"])
+
+
+def test_new_weights_that_fail_half_way_leave_no_old_prefixes(tiny_model, monkeypatch):
+    with LLM(tiny_model, device="cpu", dtype="float32", num_kvcache_blocks=64) as llm:
+        prompt = list(range(5, 150))
+        params = SamplingParams(temperature=0, max_tokens=2)
+        llm.generate([prompt], params, use_tqdm=False)
+        name = "model.norm.weight"
+        model = llm._engine._executor._runner._model
+        weight = dict(model.named_parameters())[name].detach().clone()
+        monkeypatch.setattr(
+            llm._engine._executor._runner, "calibrate", lambda: 1 / 0, raising=False
+        )
+        with pytest.raises(ZeroDivisionError):
+            llm.load_weights([(name, weight * 2)])
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.num_cached_tokens == 0

@@ -10,14 +10,12 @@ import atexit
 import multiprocessing
 import pickle
 import tempfile
-import threading
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,7 +32,7 @@ from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.interrupt import leave_signals_to_parent, signals_held_back
 from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.parallel import ParallelContext, join_group
-from nanovllm.utils.processes import ProcessWatch, end_processes, end_with_parent
+from nanovllm.utils.processes import ProcessWatch, end_processes, end_with_parent, in_thread
 
 STEP, CALL, STOP = b"S", b"C", b"X"  # first byte of a message
 _PATIENCE_S = 5.0  # for the end of a process that has closed its connections
@@ -124,20 +122,8 @@ class WorkerGroup:
 
     def join(self) -> ParallelContext:
         """Meet the workers; call once, on rank 0. From then on one that ends ends collectives."""
-        met: Future[ParallelContext] = Future()
-
-        def meet() -> None:
-            try:
-                met.set_result(self._spec.join(self._store_path, 0))
-            except BaseException as error:
-                met.set_exception(error)
-
-        # In a thread that may be left behind: its wait for a worker that died cannot be ended.
-        threading.Thread(target=meet, name="nanovllm-meet", daemon=True).start()
-        while not met.done():
-            self.check_alive()
-            wait([met], timeout=0.2)
-        self.parallel = met.result()
+        join = partial(self._spec.join, self._store_path, 0)
+        self.parallel = in_thread(join, while_waiting=self.check_alive)
         self._watch = ProcessWatch(self._processes, self.parallel.abort)
         return self.parallel
 
@@ -260,8 +246,7 @@ def _run_worker(
     except (EOFError, BrokenPipeError):
         pass  # rank 0 is gone
     except BaseException:
-        with suppress(OSError):
-            replies.send(traceback.format_exc())
+        replies.send(traceback.format_exc())
         replies.close()
         raise SystemExit(1) from None
     finally:

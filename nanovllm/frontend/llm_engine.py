@@ -274,10 +274,12 @@ class LLMEngine:
         checked = weight_list(weights)
         self._executor.call_rank_0("check_weights", checked)
         is_alone = self.config.tensor_parallel_size == 1
-        for part in [checked] if is_alone else weight_parts(checked):
-            self._executor.call("load_weights", part)
-        self._executor.call("calibrate")
-        self.scheduler.blocks.reset_prefix_index()
+        try:
+            for part in [checked] if is_alone else weight_parts(checked):
+                self._executor.call("load_weights", part)
+            self._executor.call("calibrate")
+        finally:  # if it fails in the middle, some have changed
+            self.scheduler.blocks.reset_prefix_index()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache (level 1), and the weights (level 2), on every rank."""
@@ -285,15 +287,19 @@ class LLMEngine:
             raise ValueError(f"level must be 1 (KV cache) or 2 (weights too), got {level!r}.")
         self._check_idle("sleep")
         if level > self._sleep_level:
-            self._executor.call("sleep", level)
+            self._sleep_level = level  # first: if it fails in the middle, `wake_up` restores all
             self.scheduler.blocks.reset_prefix_index()
-            self._sleep_level = level
+            self._executor.call("sleep", level)
 
     def wake_up(self) -> None:
         """Undo `sleep`; awake already, nothing happens."""
         self._check_open()
         if self._sleep_level:
-            self._executor.call("wake_up")
+            try:
+                self._executor.call("wake_up")
+            except BaseException:  # the next try must not take for loaded what is not
+                self._executor.call("sleep", self._sleep_level)
+                raise
             self._sleep_level = 0
 
     def close(self) -> None:

@@ -7,16 +7,20 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TypeVar
 
 from nanovllm.utils.owner import Owner
 
 _STOP_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 5.0
 _POLL_S = 0.5
+_T = TypeVar("_T")
 
 
 class ProcessWatch:
@@ -68,6 +72,26 @@ def end_processes(
         process.close()
     processes.clear()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def in_thread(work: Callable[[], _T], *, while_waiting: Callable[[], None]) -> _T:
+    """Do `work` in a thread; where `while_waiting` raises meanwhile, the thread is left behind.
+
+    For what waits for another process and cannot be ended.
+    """
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="nanovllm-wait", daemon=True).start()
+    while not done.done():
+        while_waiting()
+        futures.wait([done], timeout=_POLL_S)
+    return done.result()
 
 
 def end_with_parent(directory: str | Path | None = None) -> None:

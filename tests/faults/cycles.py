@@ -91,8 +91,8 @@ def main() -> int:
     # One of our own: others on the machine come and go in theirs.
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp()
     passed = True
-    for number in range(min(3, args.engines)):
-        cycle(options, number)  # libraries load, pools get their size
+    for number in range(min(12, args.engines)):
+        cycle(options, number)  # libraries load, allocators' pools get their size
     before, started = held(), time.monotonic()
     for number in range(args.engines):
         cycle(options, number)

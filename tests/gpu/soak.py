@@ -74,7 +74,7 @@ class Soak:
         changes = self.draw.choice(
             [
                 {},
-                {"n": 3},
+                {"n": 3, "temperature": 0.6, "top_k": 1},
                 {"temperature": 1.0, "top_k": 1},
                 {"temperature": 0.8, "top_p": 1e-6},
                 {"temperature": 0.7, "min_p": 1.0},
