@@ -13,7 +13,7 @@ import pytest
 from differential.answers import Alone
 from differential.workloads import Workload
 
-_NUM_DEFAULT = 30
+_NUM_DEFAULT = 25
 _NUM_NIGHTLY = 3000
 
 

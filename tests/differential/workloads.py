@@ -69,6 +69,7 @@ class Workload:
             "seed": rng.choice([0, 7]),
         }
         self.stems = [self._ids(200) for _ in range(2)]
+        self.turns: list[list[int]] = []  # prompts with their answers, which later prompts go on
         self.model_dir = model_dir
 
     def run(self) -> None:
@@ -227,6 +228,7 @@ class Workload:
     def _check(self, ask: Ask, output: RequestOutput) -> None:
         self.num_requests += 1
         self.num_tokens += sum(len(out.token_ids) for out in output.outputs)
+        self.turns += [output.prompt_token_ids + out.token_ids for out in output.outputs]
         try:
             self.alone.check(output, ask.prompt, ask.alone)
         except AssertionError as error:
@@ -264,6 +266,9 @@ class Workload:
             text = "".join(rng.choices(WORDS, k=rng.randint(1, 6)))
             if len(self.alone.llm.get_tokenizer()(text)["input_ids"]) <= longest:
                 return text
+        if self.turns and rng.random() < 0.3:
+            turn = rng.choice(self.turns)
+            return (turn + self._ids(rng.choice([0, 1, 1, 5])))[:longest]
         block_size = self.options["kvcache_block_size"]
         length = rng.choice([rng.randint(1, longest), rng.randint(1, min(24, longest)), longest])
         if rng.random() < 0.4:

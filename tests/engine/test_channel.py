@@ -116,6 +116,23 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order_at_every_receiver(make_
         assert group.reply(replies) == "sender gone"
 
 
+def test_messages_at_the_edges_of_a_slot_arrive_whole(make_group):
+    """Memory grows to twice a message that does not fit: one byte below, at and above each size."""
+    group = make_group(1)
+    slot, sizes = 2**20, []
+    for _ in range(2):
+        sizes += [slot - 1, slot, slot + 1, 0, 2 * slot + 2, 2 * slot + 1]
+        slot = 2 * (2 * slot + 2)
+    sent = []
+    for seed, size in enumerate(sizes):
+        message = message_of(size, seed)
+        sent.append((size, zlib.crc32(message)))
+        group.send(message)
+        for replies in group.replies:
+            assert group.reply(replies) == sent[-1]
+    group.end()
+
+
 def test_a_sender_waits_for_the_slowest_receiver_and_overwrites_nothing(make_group):
     group = make_group(1, slow_s=0.01)
     messages = [message_of(1000 + i, i) for i in range(40)]

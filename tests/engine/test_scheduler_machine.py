@@ -94,18 +94,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_watched,
         copies,
     ):
+        self.add_prompt(
+            [*stem[:num_common], *own] or [2],
+            max_tokens,
+            copies,
+            is_watched=is_watched,
+            ignore_eos=ignore_eos,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=stop_ids,
+        )
+
+    @rule(data=st.data(), num_more=st.integers(0, 3), max_tokens=st.integers(1, 9))
+    def add_next_turn(self, data, num_more, max_tokens):
+        """A prompt that goes on where an answer stands now: its generated blocks may be hit."""
+        if self.seqs:
+            before = data.draw(st.sampled_from(self.seqs))
+            own = [2 + i for i in range(num_more)]
+            self.add_prompt([*before.token_ids, *own], max_tokens)
+
+    def add_prompt(self, prompt, max_tokens, copies=1, **options):
         num_cache_tokens = self.size["num_blocks"] * self.size["block_size"]
-        prompt = ([*stem[:num_common], *own] or [2])[: min(59, num_cache_tokens)]
         new = [
             make_seq(
-                prompt,
+                prompt[: min(59, num_cache_tokens)],
                 max_tokens,
                 seq_id=len(self.seqs) + i,
                 max_model_len=min(60, num_cache_tokens + 1),
-                is_watched=is_watched,
-                ignore_eos=ignore_eos,
-                min_tokens=min(min_tokens, max_tokens),
-                stop_token_ids=stop_ids,
+                **options,
             )
             for i in range(copies)
         ]
