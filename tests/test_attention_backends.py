@@ -40,7 +40,7 @@ class Step:
         rows = torch.full((len(chunks) + 1, 2 + max(num_blocks)), -1, dtype=torch.int32)
         ids = torch.randperm(sum(num_blocks) + 1, generator=generator).tolist()
         self.keys, self.values, fresh = [], [], []
-        self.kv_scale = torch.tensor([[2.0**-6, 2.0**-7], [2.0**-7, 2.0**-6]], device=DEVICE)
+        self.kv_scale = torch.tensor([[2.0**-5, 2.0**-6], [2.0**-6, 2.0**-5]], device=DEVICE)
         for row, (num_queries, seq_len) in enumerate(chunks):
             rows[row, 1] = seq_len
             pair = random(2, seq_len, NUM_KV_HEADS, HEAD_DIM)

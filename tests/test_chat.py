@@ -97,7 +97,7 @@ def test_a_tokenizer_that_adds_bos_adds_no_second_one(tiny_llm):
         ([], "prompt 1 must be a list of messages"),
         (USER, "prompt 1 must be a list of messages"),
         ([{"role": "robot", "content": "x"}], r"prompt 1 cannot be laid out .*Unknown role robot"),
-        ([{"role": "user", "content": None}], "prompt 1 cannot be laid out .*attribute 'content'"),
+        ([{"role": "user", "content": None}], "prompt 1 cannot be laid out .*('content'|None)"),
         ([{"role": "user", "content": "x" * 9000}], "prompt 1 has 9.* tokens"),
     ],
 )

@@ -54,8 +54,8 @@ def check_positions(config: Config, model: ModelConfig, max_len: int, model_dir:
     if config.max_model_len is None and num_bytes > _MAX_TABLE_BYTES:
         raise ValueError(
             f"{model_dir}/config.json: max_position_embeddings (or the factor of its rope scaling) "
-            f"allows {max_len} positions, whose tables alone take {num_bytes / 2**30:.3g} GiB. "
-            "Pass max_model_len."
+            f"allows {max_len} positions, whose tables for max_num_seqs = {config.max_num_seqs} "
+            f"alone take {num_bytes / 2**30:.3g} GiB. Lower max_num_seqs, or pass max_model_len."
         )
 
 

@@ -29,7 +29,7 @@ class DecodeTuning:
 # Up to so many rows: a DecodeTuning; see tests/gpu/bench_attention.py.
 _ANY = 1 << 30
 _HALF = {4: (64, 4, 3, 2), 48: (32, 2, 4, 4), 96: (64, 4, 4, 2), _ANY: (64, 4, 3, 3)}
-_FP8 = {4: (64, 4, 3, 2, 192), 48: (64, 2, 4, 4, 192), _ANY: (64, 4, 3, 4, 192)}
+_FP8 = {4: (64, 4, 3, 2, 192), 48: (64, 2, 3, 4), 96: (128, 4, 3, 2, 192), _ANY: (64, 2, 3, 4)}
 
 
 def default_tuning(head_dim: int, dtype: torch.dtype, num_seqs: int) -> DecodeTuning:

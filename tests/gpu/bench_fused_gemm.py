@@ -27,7 +27,7 @@ from nanovllm.fused.gate_up_silu import gate_up_silu_reference, gate_up_silu_tri
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_reference, qkv_rope_store_triton
 from nanovllm.fused.tiles import Tiles
 from nanovllm.kernels._triton import pdl_options, triton
-from nanovllm.kernels.decode_plan import DecodePlan, default_tuning
+from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.paged_attention import paged_attention_triton
 from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_triton
 from nanovllm.kernels.rms_norm import add_rms_norm_triton
@@ -35,7 +35,7 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul_triton
 from nanovllm.kernels.split_gemm import _split_gemm_kernel, split_gemm
 
 BANDWIDTH = 4.24e12  # bytes/s, what a plain copy reaches on an H200
-WITH_ATTENTION, KV_TILES = (16, 64, 128, 256), (0, 1, 2)
+WITH_ATTENTION = (16, 64, 128, 256)
 BATCHES = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, SIZE, PAGE = 28, 1024, 16, 8, 128, 3072, 64
 Timer = Callable[[Callable[[], object]], float]
@@ -157,7 +157,7 @@ class Batch:
         self.x = torch.randn(num_rows, HIDDEN, **BF16)
         self.wide = torch.randn(num_rows, HEADS * HEAD_DIM, **BF16)
         self.residual = torch.zeros(num_rows, HIDDEN, **BF16)
-        self.plans: dict[int, DecodePlan] = {}  # graphs hold their addresses
+        self.plan: DecodePlan | None = None  # graphs hold its addresses
 
     def qkv(self, layer: int, x: torch.Tensor, tiles: Tiles | None) -> torch.Tensor:
         """From the normed x to q, [num_rows, HEADS, HEAD_DIM]; k and v are stored."""
@@ -199,15 +199,13 @@ class Batch:
             x = split(wide, self.model.o[layer], choice.o)
             x = self.mlp(layer, self.norm(x), choice)
 
-    def layers_with_attention(self, choice: Choice, prefetch_tiles: int) -> None:
-        if prefetch_tiles not in self.plans:
-            tuning = default_tuning(HEAD_DIM, torch.bfloat16, self.num_rows)
-            self.plans[prefetch_tiles] = DecodePlan(
+    def layers_with_attention(self, choice: Choice) -> None:
+        if self.plan is None:
+            self.plan = DecodePlan(
                 num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
                 max_num_seqs=self.num_rows, dtype=torch.bfloat16, device=torch.device("cuda"),
-                tuning=replace(tuning, prefetch_tiles=prefetch_tiles),
             )  # fmt: skip
-        work = self.plans[prefetch_tiles].cut(self.seq_lens)
+        work = self.plan.cut(self.seq_lens)
         self.residual.zero_()  # an ordinary kernel stands between, as the embedding does
 
         def attend(q: torch.Tensor, layer: int) -> torch.Tensor:
@@ -307,9 +305,8 @@ def compile_all(model: Model) -> None:
     jobs += [partial(job, try_gate_up, how) for how in GATE_UP_TILES]
     jobs += [partial(job, try_split, how) for how in SPLITS]
     for num_rows in (1, *WITH_ATTENTION):  # today's, and attention
-        for tiles in KV_TILES:
-            batch = Batch(model, num_rows, 100)
-            jobs.append(partial(batch.layers_with_attention, Choice(), tiles))
+        batch = Batch(model, num_rows, 100)
+        jobs.append(partial(batch.layers_with_attention, Choice()))
     run_in_threads(jobs, torch.device("cuda"), 16)
 
 
@@ -373,18 +370,14 @@ def sweep(model: Model, batches: Iterable[int], timer: Timer) -> dict[int, Choic
 
 
 def with_attention(model: Model, chosen: dict[int, Choice], timer: Timer) -> None:
-    """All layers at a mean context of 800, with KV prefetched before attention's wait or not."""
+    """All layers at a mean context of 800."""
     for num_rows, choice in chosen.items():
         batch = model.batch(num_rows)
-        times = {
-            f"{label}, {tiles} KV tiles early": timer(
-                partial(batch.layers_with_attention, how, tiles)
-            )
-            for label, how in (("today", Choice()), ("fused", choice))
-            for tiles in KV_TILES
-        }
-        text = ", ".join(f"{label} {us * NUM_LAYERS / 1000:.3f}" for label, us in times.items())
-        print(f"M={num_rows} layers at context 800, ms: {text}", flush=True)
+        today, fused = (
+            timer(partial(batch.layers_with_attention, how)) * NUM_LAYERS / 1000
+            for how in (Choice(), choice)
+        )
+        print(f"M={num_rows} layers at context 800, ms: {today:.3f}, fused {fused:.3f}", flush=True)
 
 
 def main() -> None:
