@@ -6,6 +6,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -27,7 +28,7 @@ class DecodeGraphs:
         self._device = device
         # One pool for all: graphs run one after another, and nothing outlives a replay in it.
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
 
     def padded_size(self, num_rows: int) -> int:
         return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
@@ -61,3 +62,9 @@ class DecodeGraphs:
 
     def replay(self, num_rows: int) -> None:
         self._graphs[self.padded_size(num_rows)].replay()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a process: cuBLAS keeps memory for every stream that it meets."""
+    return torch.cuda.Stream(device)

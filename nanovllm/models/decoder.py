@@ -112,12 +112,9 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            parallel=place.parallel,
-            device=place.device,
-            dtype=place.dtype,
-        )
+            config.vocab_size, config.hidden_size, parallel=place.parallel,
+            device=place.device, dtype=place.dtype,
+        )  # fmt: skip
         self.layers = nn.ModuleList(make_layer(layer_id) for layer_id in range(config.num_layers))
         self.norm = _norm(config, place)
         table = rope_table(
@@ -184,20 +181,12 @@ class DecoderForCausalLM(nn.Module):
     def make_layer(self, config: ModelConfig, place: Placement, layer_id: int) -> DecoderLayer:
         options = self.attention_options(config)
         attention = SelfAttention(
-            layer_id,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            qk_norm=options.qk_norm,
-            qkv_bias=options.qkv_bias,
-            o_bias=options.o_bias,
-            backend=place.backend,
-            parallel=place.parallel,
-            device=place.device,
-            dtype=place.dtype,
-        )
+            layer_id, hidden_size=config.hidden_size, num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps, qk_norm=options.qk_norm, qkv_bias=options.qkv_bias,
+            o_bias=options.o_bias, backend=place.backend, parallel=place.parallel,
+            device=place.device, dtype=place.dtype,
+        )  # fmt: skip
         return DecoderLayer(config, place, attention, self.make_mlp(config, place, layer_id))
 
     def forward(
