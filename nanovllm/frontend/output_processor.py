@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.scheduler import SequenceUpdates
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import StepOutput
 from nanovllm.frontend.logprobs import SequenceLogprobs
 from nanovllm.frontend.text import IncrementalText, decode_options, find_stop, special_tokens
@@ -113,6 +113,8 @@ class OutputProcessor:
         for request in self.requests.values():
             for seq in request.seqs:
                 if seq.sample_index in request.completions:
+                    # Ended by a stop string, of which the scheduler may not have heard.
+                    seq.status = SequenceStatus.FINISHED
                     continue
                 seq.restart()
                 if (logprobs := request.logprobs.get(seq.sample_index)) is not None:
