@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             reorder=reorder,
         )
         self.scheduler = self.engine.scheduler
-        self.window = 8 * max_num_seqs if reorder else 1
+        self.is_fifo = not reorder
         self.seqs: list[Sequence] = []
         self.admitted: list[int] = []  # seq ids, in the order of their first admission
         self.cut: set[int] = set()  # ended from outside
@@ -247,14 +247,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _note_admissions(self) -> None:
         for seq in self.scheduler.rows.seqs_by_admission():
             if seq.seq_id not in self.admitted:
-                overtaken = [
+                overtaken = self.is_fifo and [
                     other
                     for other in self.seqs[: seq.seq_id]
-                    if other.status is SequenceStatus.WAITING
-                    and other.seq_id not in self.admitted
-                    and other.seq_id <= seq.seq_id - self.window
+                    if other.status is SequenceStatus.WAITING and other.seq_id not in self.admitted
                 ]
-                assert not overtaken, "nobody is overtaken by whoever came a window later"
+                assert not overtaken, "first come, first admitted"
                 self.admitted.append(seq.seq_id)
 
     def teardown(self):
