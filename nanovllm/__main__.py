@@ -41,7 +41,7 @@ _ENGINE_HELP = {
     "cpu_kvcache_space_gib": "size of the KV cache on a CPU, in GiB",
     "load_format": "auto, or dummy for random weights",
     "enable_request_reordering": "run requests that begin alike together",
-    "disable_custom_all_reduce": "tensor parallel: send also small messages through NCCL",
+    "enable_custom_all_reduce": "tensor parallel: send small messages through a kernel of ours",
     "logprobs_mode": "raw_logprobs or processed_logprobs",
     "quantization": "fp8: weights and activations of the linear layers in 8 bits",
     "lora": "directory of a PEFT LoRA adapter to merge into the weights",

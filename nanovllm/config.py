@@ -67,7 +67,7 @@ class Config:
     cpu_kvcache_space_gib: float = 4.0
     load_format: str = "auto"
     enable_request_reordering: bool = True
-    disable_custom_all_reduce: bool = False  # tensor parallel: all collectives through NCCL
+    enable_custom_all_reduce: bool = False  # tensor parallel: small messages not through NCCL
     logprobs_mode: str = "raw_logprobs"
     lora: str | None = None  # a directory of PEFT's, merged into the weights for good
 
@@ -206,7 +206,7 @@ _SWITCHES = (
     "enable_prefix_caching",
     "trust_remote_code",
     "enable_request_reordering",
-    "disable_custom_all_reduce",
+    "enable_custom_all_reduce",
 )
 _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
     "tokenizer": _path,

@@ -38,7 +38,7 @@ _NEUTRAL = frozenset(
         "cpu_kvcache_space_gib",
         "enable_request_reordering",
         "lora",  # by its content, below
-        "disable_custom_all_reduce",
+        "enable_custom_all_reduce",
     )
 )
 

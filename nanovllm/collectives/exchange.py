@@ -16,7 +16,9 @@ from nanovllm.kernels._triton import tl, triton
 FLAG_WIDTH = 16  # a cache line for each flag: programs must not wait for each other's
 
 _BLOCK = 4096  # elements that a program handles at once
-_SPINS = tl.constexpr(64)  # looks at a flag between two looks at `stop`, which is host memory
+# Looks at a flag between two looks at `stop`: tens of milliseconds. It is host memory, and reading
+# it takes so long that ranks which wait for each other while they read would go on doing so.
+_SPINS = tl.constexpr(1 << 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class RunnerSpec:
     def join(self, store_path: str, tp_rank: int) -> ParallelContext:
         """Meet the other ranks at `store_path`."""
         size, device = self.config.tensor_parallel_size, self.device(tp_rank)
-        use_peers = not self.config.disable_custom_all_reduce
+        use_peers = self.config.enable_custom_all_reduce
         return join_group(store_path, tp_rank, size, device, use_peers=use_peers)
 
     def build(self, parallel: ParallelContext) -> ModelRunner:

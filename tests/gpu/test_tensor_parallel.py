@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-NCCL_ONLY = {"disable_custom_all_reduce": True}
+NCCL_ONLY = {"enable_custom_all_reduce": False}
 SLACK = 256 * 2**20  # what the driver and NCCL's loaded kernels keep
 
 
@@ -41,7 +41,8 @@ def sums(demo_model):
 
 
 def two(model, **options):
-    return LLM(model, tensor_parallel_size=2, **{"num_kvcache_blocks": 2048, **options})
+    defaults = {"num_kvcache_blocks": 2048, "enable_custom_all_reduce": True}
+    return LLM(model, tensor_parallel_size=2, **{**defaults, **options})
 
 
 def share_right(llm, sums):
@@ -75,7 +76,7 @@ def test_held_out_sums_are_right(demo_model, sums, options):
     with two(demo_model, **options) as llm:
         assert share_right(llm, sums) >= 0.99
         assert share_right(llm, sums[:21]) >= 0.95
-        assert (peers_of(llm) is None) == ("disable_custom_all_reduce" in options)
+        assert (peers_of(llm) is None) == ("enable_custom_all_reduce" in options)
         blocks = llm._engine.scheduler.blocks
         assert blocks.num_free_blocks == blocks.num_blocks
 
