@@ -245,7 +245,7 @@ MARK = "xyzzy-marker-0815"
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
 def test_prompts_and_answers_are_not_logged(tiny_model, caplog, capfd, level):
-    with caplog.at_level(level), LLM(tiny_model, **SMALL) as llm:
+    with caplog.at_level(level, logger="nanovllm"), LLM(tiny_model, **SMALL) as llm:
         prompt = f"{MARK} hello"
         llm.generate([prompt], GREEDY.clone(stop=[MARK], logprobs=1))
         llm.chat([{"role": "user", "content": prompt}], GREEDY)

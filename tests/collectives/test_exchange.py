@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.collectives.exchange import FLAG_WIDTH, Inboxes, exchange, exchange_reference
-from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.kernels._triton import HAS_TRITON, tl
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +86,9 @@ def test_gathers_in_rank_order(dtype):
         assert torch.equal(out, exchange_reference(parts, is_sum=False))
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_once_the_host_says_stop():
+def test_a_rank_that_is_gone_is_not_waited_for_once_the_host_says_stop(monkeypatch):
+    if DEVICE == "cpu":  # the interpreter looks slowly
+        monkeypatch.setattr("nanovllm.collectives.exchange._SPINS", tl.constexpr(16))
     mine, _theirs = make_inboxes(2)
     mine.stop.fill_(1)
     x = torch.ones(8, device=DEVICE)

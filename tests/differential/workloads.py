@@ -80,7 +80,7 @@ class Workload:
             if self.rng.random() < 0.4:  # taught that answers are short: preemption
                 for _ in range(16):
                     scheduler._predictor.observe(1)
-            llm.observe_steps(lambda _: scheduler.check_invariants())
+            llm.observe_steps(lambda _: llm._engine.scheduler.check_invariants())
             ways = [self._generate, self._generate, self._iterate, self._step, self._stream]
             for _ in range(self.rng.randint(1, 2)):
                 self.rng.choice([*ways, self._fault])()
