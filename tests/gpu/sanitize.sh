@@ -23,8 +23,6 @@ fi
 # A few tests a kernel: small ones that have borders, padding, strides and more than one tile.
 k=tests/kernels
 pytest=("$python" -m pytest -q -p no:cacheprovider
-    "$k/test_store_kv.py::test_tokens_land_in_their_slots_and_nowhere_else[3-80-torch.bfloat16-store_kv_triton]"
-    "$k/test_store_kv.py::test_padding_and_empty_batches_store_nothing[3-store_kv_triton]"
     "$k/test_silu_and_mul.py::test_triton_matches_the_reference[5-100-torch.bfloat16]"
     "$k/test_silu_and_mul.py::test_triton_takes_strided_rows"
     "$k/test_rms_norm.py::test_triton_matches_the_reference[2-896-torch.bfloat16]"
@@ -39,6 +37,11 @@ pytest=("$python" -m pytest -q -p no:cacheprovider
     "$k/test_paged_attention.py::test_a_plan_is_reused_after_lengths_shrink"
     "$k/test_paged_prefill.py::test_chunks_after_a_cached_prefix_match_the_reference"
     "$k/test_paged_prefill.py::test_a_sequence_without_queries_is_skipped"
+)
+
+more=("$python" -m pytest -q -p no:cacheprovider --maxfail=3 -k "1 or special or fused" tests/fused
+    "tests/sampling/test_filters.py::test_special_values_pass_the_filters" tests/moe/test_kernels.py
+    tests/quantization/test_fp8_kernels.py
 )
 
 failed=0
@@ -59,10 +62,12 @@ check() {
 
 started=$SECONDS
 "${pytest[@]}" >"$out/warm.log" 2>&1
+"${more[@]}" >"$out/warm-more.log" 2>&1
 echo "without the sanitizer: $((SECONDS - started)) s; $(tail -1 "$out/warm.log")"
 "$python" tests/gpu/replay.py >"$out/warm-replay.log" 2>&1
 echo "without the sanitizer: replay $(tail -1 "$out/warm-replay.log")"
 
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 check memcheck-more 60 memcheck "${more[@]}"
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 check memcheck-kernels 45 memcheck "${pytest[@]}"
 check racecheck-kernels 45 racecheck "${pytest[@]}"
 check memcheck-replay 40 memcheck "$python" tests/gpu/replay.py
