@@ -16,7 +16,7 @@ from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import iterate, paired, stream_text
 from nanovllm.metrics import StepSample, StepSampler
 from nanovllm.outputs import RequestOutput, Score
-from nanovllm.run_requests import checked, run_batch, step_whole, without_interrupts
+from nanovllm.run_requests import checked, run_prompts, step_whole, without_interrupts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import score_continuations
 from nanovllm.utils.checks import check_int
@@ -58,7 +58,7 @@ class LLM:
         """
         items, _ = prompt_list(prompts)
         params = params_list(self._params_or_default(sampling_params), len(items))
-        return run_batch(
+        return run_prompts(
             self._engine, items, params, use_tqdm=use_tqdm, return_errors=return_errors
         )
 
@@ -98,7 +98,7 @@ class LLM:
         )
         params = params_list(self._params_or_default(sampling_params), len(prompts))
         # The template has written the special tokens: no second BOS.
-        return run_batch(
+        return run_prompts(
             self._engine,
             prompts,
             params,

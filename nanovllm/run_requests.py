@@ -23,7 +23,7 @@ _DEFAULT_MAX_TOKENS = 64
 _MAX_LISTED_ERRORS = 20
 
 
-def run_batch(
+def run_prompts(
     engine: LLMEngine,
     prompts: list[Any],
     params: list[SamplingParams],

@@ -125,6 +125,8 @@ def _check_options(options: BatchOptions) -> None:
     if not 0 <= which < num_shards:
         raise ValueError(f"shard must be (i, n) with i from 0 to n-1, got {options.shard}.")
     output = options.output
+    if str(output) == "-":
+        raise ValueError("output must be a file, which a job can be gone on with, not '-'.")
     if output.exists() and not output.is_file():
         raise RefusedOutput(f"The output {output} is no file that a job could be gone on with.")
     check_paths(

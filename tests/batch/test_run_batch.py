@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from batch_jobs import ENGINE, MODEL, command, environment, requests, results
@@ -237,3 +238,10 @@ def test_the_second_signal_stops_at_once(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert len(results(output)) < 4000
+
+
+def test_standard_output_is_no_file_to_go_on_with(tmp_path, source, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="output must be a file"):
+        run(source, Path("-"))
+    assert not Path("-").exists()

@@ -30,7 +30,7 @@ one_single() { # one GPU each, at once
 one_tp8() { lines=24 part 8B-tp2 80 $bench max_num_seqs=256,tensor_parallel_size=2 --size 8B --runs 2 --profile "$out/p8"; }
 one_tp8c() { lines=6 part 8B-tp2-custom 80 $bench max_num_seqs=256,tensor_parallel_size=2,enable_custom_all_reduce=True --size 8B --runs 2; }
 one_dp8() { lines=6 part 8B-dp2 75 $bench max_num_seqs=256 --size 8B --num-seqs 512 --runs 2 --data-parallel 2; }
-one_tp32() { lines=14 part 32B-tp2 75 $bench max_num_seqs=256,tensor_parallel_size=2 --size 32B $half --runs 2 --profile "$out/p32"; }
+one_tp32() { lines=14 part 32B-tp2 75 $bench max_num_seqs=256,tensor_parallel_size=2,enable_custom_all_reduce=True --size 32B $half --runs 2 --profile "$out/p32"; }
 one_dp32() { lines=6 part 32B-dp2 75 $bench max_num_seqs=256 --size 32B --num-seqs 512 $half --runs 2 --data-parallel 2; }
 one_kill() { lines=40 part kill 150 $tests -s -k "killed or ctrl_c or after_all" --durations=4; }
 
