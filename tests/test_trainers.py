@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.frontend.weight_update import replace_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5 + i, *range(30, 60)] for i in range(3)] + [[7, 8]]
@@ -208,3 +209,27 @@ def test_new_weights_that_fail_half_way_leave_no_old_prefixes(tiny_model, monkey
             llm.load_weights([(name, weight * 2)])
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         assert output.num_cached_tokens == 0
+
+
+def test_weights_whose_iterable_uses_the_engine_are_not_mixed_into_its_answers(tiny_llm):
+    """The iterable is read first; what it left open is told, and no weight has changed."""
+    llm = tiny_llm()
+    before = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    name = "model.norm.weight"
+
+    def weights():
+        llm.add_request([1, 2, 3], GREEDY)
+        yield name, torch.zeros(llm._engine._executor._runner._model.config.hidden_size)
+
+    with pytest.raises(RuntimeError, match="load_weights needs an idle engine"):
+        llm.load_weights(weights())
+    outputs = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    assert outputs[0].outputs[0].token_ids == before
+
+
+def test_float8_for_several_ranks_is_refused_before_anything_is_sent():
+    weights = [("a.weight", torch.zeros(2, 2).to(torch.float8_e4m3fn))]
+    with pytest.raises(ValueError, match="a.weight is torch.float8_e4m3fn.*pass it as bfloat16"):
+        replace_weights(None, weights, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from nanovllm.frontend.start_up import (
     prefix_root,
     step_memory_errors_named,
 )
-from nanovllm.frontend.weight_update import weight_list, weight_parts
+from nanovllm.frontend.weight_update import replace_weights, weight_list
 from nanovllm.metrics import Metrics, Stopwatch
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.size_check import check_sizes
@@ -264,43 +264,46 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, whose KV new weights would not give."""
-        self._check_idle("reset_prefix_cache")
-        self.scheduler.blocks.reset_prefix_index()
+        with self._exclusive.use():
+            self._check_idle("reset_prefix_cache")
+            self.scheduler.blocks.reset_prefix_index()
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Replace weights in place on every rank; all are checked before any is changed."""
         self._check_idle("load_weights")
-        self._check_awake()
+        # Before the engine is held: reading an iterable may take long, or use the engine.
         checked = weight_list(weights)
-        self._executor.call_rank_0("check_weights", checked)
-        is_alone = self.config.tensor_parallel_size == 1
-        try:
-            for part in [checked] if is_alone else weight_parts(checked):
-                self._executor.call("load_weights", part)
-            self._executor.call("calibrate")
-        finally:  # if it fails in the middle, some have changed
-            self.scheduler.blocks.reset_prefix_index()
+        with self._exclusive.use():
+            self._check_idle("load_weights")
+            self._check_awake()
+            try:
+                replace_weights(self._executor, checked, self.config.tensor_parallel_size)
+            finally:  # if it fails in the middle, some have changed
+                self.scheduler.blocks.reset_prefix_index()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache (level 1), and the weights (level 2), on every rank."""
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (KV cache) or 2 (weights too), got {level!r}.")
-        self._check_idle("sleep")
-        if level > self._sleep_level:
-            self._sleep_level = level  # first: if it fails in the middle, `wake_up` restores all
-            self.scheduler.blocks.reset_prefix_index()
-            self._executor.call("sleep", level)
+        with self._exclusive.use():
+            self._check_idle("sleep")
+            if level > self._sleep_level:
+                self._sleep_level = level  # first: if it fails halfway, `wake_up` restores all
+                self.scheduler.blocks.reset_prefix_index()
+                self._executor.call("sleep", level)
 
     def wake_up(self) -> None:
         """Undo `sleep`; awake already, nothing happens."""
         self._check_open()
-        if self._sleep_level:
-            try:
-                self._executor.call("wake_up")
-            except BaseException:  # the next try must not take for loaded what is not
-                self._executor.call("sleep", self._sleep_level)
-                raise
-            self._sleep_level = 0
+        with self._exclusive.use():
+            if self._sleep_level:
+                try:
+                    self._executor.call("wake_up")
+                except BaseException:  # the next try must not take for loaded what is not
+                    with suppress(RuntimeError):  # a dead rank's: the first error says more
+                        self._executor.call("sleep", self._sleep_level)
+                    raise
+                self._sleep_level = 0
 
     def close(self) -> None:
         """Free the device's memory and end the workers. A second call does nothing."""

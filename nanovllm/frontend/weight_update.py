@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.engine.executor import LocalExecutor
+
 _PART_BYTES = 32 * 2**20  # the channel keeps room for several of the largest message
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -26,6 +28,26 @@ def weight_list(weights: Iterable[tuple[str, Any]]) -> list[NamedTensor]:
             )
         pairs.append((name, tensor.detach()))
     return pairs
+
+
+def replace_weights(executor: LocalExecutor, weights: list[NamedTensor], tp_size: int) -> None:
+    """Check all weights, then replace them on every rank, part by part."""
+    if tp_size > 1:
+        _check_sendable(weights)
+    executor.call_rank_0("check_weights", weights)
+    for part in [weights] if tp_size == 1 else weight_parts(weights):
+        executor.call("load_weights", part)
+    executor.call("calibrate")
+
+
+def _check_sendable(weights: list[NamedTensor]) -> None:
+    """Raise a ValueError for tensors that cannot be pickled for the ranks: torch's float8."""
+    for name, tensor in weights:
+        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, which cannot be sent to the ranks. With "
+                "tensor_parallel_size above 1 pass it as bfloat16: it is quantised again."
+            )
 
 
 def weight_parts(weights: list[NamedTensor]) -> Iterator[list[NamedTensor]]:

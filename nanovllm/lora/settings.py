@@ -31,7 +31,7 @@ _NEUTRAL = frozenset(
     )
 )
 _MAX_ALPHA = 1e6  # far above every adapter; what is added must stay finite
-_NESTED_REPEATS = re.compile(r"[*+}]\)+[*+{]")  # as in (a+)+ and ((a*))*
+_NESTED_REPEATS = re.compile(r"\)[*+{]")  # a group: (a+)+, (a|a)*, (a?){60}
 # Others, such as PiSSA and LoftQ, begin by changing the base weights.
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -149,7 +149,7 @@ def _alpha(name: str, value: Any) -> float:
 def _regex(key: str, text: str) -> str:
     if _NESTED_REPEATS.search(text):
         raise ValueError(
-            f"{key} has {text!r:.200}, which repeats a repetition: to match it may take for ever. "
+            f"{key} has {text!r:.200}, which repeats a group: to match it may take for ever. "
             f"{_MERGE_YOURSELF}"
         )
     try:

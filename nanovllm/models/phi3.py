@@ -8,6 +8,8 @@ from nanovllm.models.decoder import AttentionOptions, DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.loader import check_shape
 
+_BLOCK = 128  # of Qwen's and DeepSeek's fp8 scales
+
 
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Phi-3: no biases, and a checkpoint that fuses as we do. Its window bounds the context."""
@@ -34,15 +36,28 @@ def _split(
         "qkv_proj": {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
         "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
     }
+    # Rows and columns of a weight that one number of it stands for: scales of fp8 are fused too.
+    grains = {
+        "weight": (1, 1),
+        "weight_scale": (1, config.hidden_size),
+        "weight_scale_inv": (_BLOCK, _BLOCK),
+    }
     for name, tensor in weights:
-        prefix, _, fused = name.removesuffix(".weight").rpartition(".")
-        sizes = parts.get(fused)
-        if sizes is None:
+        stem, _, kind = name.rpartition(".")
+        prefix, _, fused = stem.rpartition(".")
+        if fused not in parts or kind not in grains:
             yield name, tensor
             continue
+        rows, columns = grains[kind]
+        sizes = parts[fused]
+        if any(size % rows for size in sizes.values()):
+            raise ValueError(
+                f"{name}: blocks of {rows} rows do not divide the parts of {fused}, {sizes}."
+            )
+        counts = [size // rows for size in sizes.values()]
         try:
-            check_shape(tensor, (sum(sizes.values()), config.hidden_size))
+            check_shape(tensor, (sum(counts), -(-config.hidden_size // columns)))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        for part, rows in zip(sizes, tensor.split_with_sizes(list(sizes.values())), strict=True):
-            yield f"{prefix}.{part}.weight", rows
+        for part, piece in zip(sizes, tensor.split_with_sizes(counts), strict=True):
+            yield f"{prefix}.{part}.{kind}", piece

@@ -33,7 +33,12 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False
     ) -> None:
-        super().load_weights(one_by_one(weights), partial=partial)
+        super().load_weights(one_by_one(weights, self._num_experts), partial=partial)
 
     def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        super().check_weights(list(one_by_one(weights)))
+        super().check_weights(list(one_by_one(weights, self._num_experts)))
+
+    @property
+    def _num_experts(self) -> int:
+        assert self.config.moe is not None, "the reading of config.json asks for it"
+        return self.config.moe.num_experts

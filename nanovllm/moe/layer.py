@@ -79,7 +79,7 @@ class Experts(nn.Module):
 
 
 def one_by_one(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor]], num_experts: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Take stacked experts apart, as transformers 5 has them in memory; pass on all others.
 
@@ -91,10 +91,14 @@ def one_by_one(
         prefix, _, part = name.rpartition(".")
         if not prefix.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
             yield name, tensor
-        elif tensor.dim() != 3 or (part == "gate_up_proj" and tensor.shape[1] % 2):
+        elif (
+            tensor.dim() != 3
+            or len(tensor) != num_experts
+            or (part == "gate_up_proj" and tensor.shape[1] % 2)
+        ):
             raise ValueError(
-                f"{name} must be [num_experts, rows, columns], with as many rows of gate as of up; "
-                f"got {tuple(tensor.shape)}."
+                f"{name} must be [{num_experts} experts, rows, columns], with as many rows of gate "
+                f"as of up; got {tuple(tensor.shape)}."
             )
         else:
             for expert, matrix in enumerate(tensor):

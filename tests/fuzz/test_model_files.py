@@ -419,8 +419,10 @@ def test_mutated_adapters_load_or_are_named(model, tmp_path, mutation):
     [
         ({"lora_alpha": 1e38}, "lora_alpha must be a finite number"),  # infinite weights, then NaN
         ({"alpha_pattern": {"q_proj": 1e308}}, r"alpha_pattern\['q_proj'\] must be a finite"),
-        ({"target_modules": r"([a-z._0-9]+)+x"}, "target_modules has .* repeats a repetition"),
-        ({"rank_pattern": {r"((\w|\.)*)*x": 4}}, "rank_pattern has .* repeats a repetition"),
+        ({"target_modules": r"([a-z._0-9]+)+x"}, "target_modules has .* repeats a group"),
+        ({"rank_pattern": {r"((\w|\.)*)*x": 4}}, "rank_pattern has .* repeats a group"),
+        ({"target_modules": r"(.|.)*!"}, "target_modules has .* repeats a group"),
+        ({"target_modules": r"(.?){60}!"}, "target_modules has .* repeats a group"),
     ],
     ids=str,
 )

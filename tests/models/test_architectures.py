@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny
 
 from nanovllm import SamplingParams
+from nanovllm.models.model_config import load_model_config
+from nanovllm.models.phi3 import _split
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -121,3 +123,17 @@ def test_fused_tensors_are_replaced_in_part_and_checked_before(tmp_path, make_ll
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     Oracle(new_directory).check_greedy([5, 6, 7], output["token_ids"])
+
+
+def test_fused_scales_of_phi3_are_split_like_their_weights(tmp_path):
+    config = load_model_config(write_tiny(tmp_path, "Phi3ForCausalLM"))
+    kv_size, hidden = config.num_kv_heads * config.head_dim, config.hidden_size
+    rows = config.num_heads * config.head_dim + 2 * kv_size
+    scales = torch.arange(rows).float().unsqueeze(1)
+    split = dict(_split([("a.qkv_proj.weight_scale", scales)], config))
+    assert [*split] == [f"a.{part}_proj.weight_scale" for part in "qkv"]
+    assert torch.equal(torch.cat([*split.values()]), scales)
+    with pytest.raises(ValueError, match="a.gate_up_proj.weight_scale_inv: blocks of 128 rows"):
+        list(_split([("a.gate_up_proj.weight_scale_inv", torch.ones(1, 1))], config))
+    with pytest.raises(ValueError, match="a.qkv_proj.weight: "):
+        list(_split([("a.qkv_proj.weight", torch.ones(rows, hidden + 1))], config))

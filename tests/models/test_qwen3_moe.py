@@ -13,6 +13,7 @@ from tiny_models import write_tiny
 from nanovllm import SamplingParams
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.moe_config import MoeConfig
+from nanovllm.moe.layer import one_by_one
 
 FIELDS = {
     "head_dim": 32,
@@ -171,3 +172,10 @@ def test_bad_fields_are_named(tmp_path, changes, match):
     write(tmp_path)
     with pytest.raises(ValueError, match=match):
         edit(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_a_stack_of_another_number_of_experts_is_refused(count):
+    stack = torch.zeros(count, 8, 4)
+    with pytest.raises(ValueError, match=r"must be \[4 experts, rows, columns\].*got"):
+        list(one_by_one([("model.layers.0.mlp.experts.down_proj", stack)], 4))
