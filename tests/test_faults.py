@@ -20,6 +20,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.frontend.output_processor import OutputProcessor
+from nanovllm.utils.exclusive import Exclusive
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -514,3 +515,16 @@ def test_a_second_ctrl_c_strikes_at_once_and_closes_the_engine(tiny_model):
     out, err = process.communicate(timeout=60)
     assert out.splitlines() == ["interrupted True", "The engine is closed. Build a new LLM."], err
     assert time.perf_counter() - started < 15
+
+
+def test_a_fault_at_the_end_of_a_step_does_not_leave_the_engine_in_it():
+    exclusive = Exclusive()
+    exclusive._in_step = True  # an exception struck before the line that would have reset it
+    with (
+        exclusive.use(is_step=True),
+        pytest.raises(RuntimeError, match="middle of a step"),
+        exclusive.use(),
+    ):
+        pass
+    with exclusive.use(), exclusive.use():
+        pass

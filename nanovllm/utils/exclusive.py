@@ -21,6 +21,8 @@ class Exclusive:
 
         waits: for another thread's use to end, as what cleans up must; never inside a step
         """
+        # Asked, not remembered: an exception may strike between the lines that would remember it.
+        is_nested = self._lock._is_owned()  # type: ignore[attr-defined]  # Condition calls it too
         if not self._lock.acquire(blocking=waits):
             raise RuntimeError(
                 f"The engine is in use by thread {self._holder!r}: thread "
@@ -29,7 +31,7 @@ class Exclusive:
                 "given to generate_iter is read in a thread."
             )
         try:
-            if self._in_step:
+            if self._in_step and is_nested:
                 raise RuntimeError(
                     "The engine is in the middle of a step, from which it was called again, as by "
                     "a logits processor. Use another LLM there, or call it between steps."
