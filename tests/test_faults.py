@@ -247,14 +247,10 @@ def test_what_is_no_progress_bar_is_refused_at_the_start(engine, bar):
     check_idle(engine)
 
 
-def test_threads_that_use_one_engine_at_once_are_refused_and_the_first_is_right(
-    engine, tiny_oracle, monkeypatch
-):
-    real, started, may_go_on = (
-        engine._engine._executor.execute,
-        threading.Event(),
-        threading.Event(),
-    )
+def hold_steps(engine, monkeypatch):
+    """Let each step say that it began, and wait until it may go on: the two events."""
+    real = engine._engine._executor.execute
+    started, may_go_on = threading.Event(), threading.Event()
 
     def slow(output):
         started.set()
@@ -262,6 +258,13 @@ def test_threads_that_use_one_engine_at_once_are_refused_and_the_first_is_right(
         return real(output)
 
     monkeypatch.setattr(engine._engine._executor, "execute", slow)
+    return started, may_go_on
+
+
+def test_threads_that_use_one_engine_at_once_are_refused_and_the_first_is_right(
+    engine, tiny_oracle, monkeypatch
+):
+    started, may_go_on = hold_steps(engine, monkeypatch)
     results = []
     thread = threading.Thread(
         target=lambda: results.extend(engine.generate(PROMPTS, GREEDY, use_tqdm=False)),
@@ -290,18 +293,7 @@ def test_threads_that_use_one_engine_at_once_are_refused_and_the_first_is_right(
 
 def test_an_abort_from_another_thread_waits_for_the_step(engine, monkeypatch):
     request_id = engine.add_request([5, 6], GREEDY)
-    real, started, may_go_on = (
-        engine._engine._executor.execute,
-        threading.Event(),
-        threading.Event(),
-    )
-
-    def slow(output):
-        started.set()
-        assert may_go_on.wait(60)
-        return real(output)
-
-    monkeypatch.setattr(engine._engine._executor, "execute", slow)
+    started, may_go_on = hold_steps(engine, monkeypatch)
     stepping = threading.Thread(target=engine.step)
     aborted = []
     aborting = threading.Thread(target=lambda: aborted.extend(engine.abort(request_id)))

@@ -82,8 +82,8 @@ class ModelRunner:
         is_fp8 = config.kv_cache_dtype == "fp8"
         dims = (model_config.num_layers, self._block_size, num_kv_heads, model_config.head_dim)
         self._kv_shape = KVCacheShape(*dims, torch.float8_e4m3fn if is_fp8 else dtype)
-        scales = torch.ones((model_config.num_layers, 2, num_kv_heads), device=device)
-        self._kv_scales = scales if is_fp8 else None
+        scales_shape = (model_config.num_layers, 2, num_kv_heads)
+        self._kv_scales = torch.ones(scales_shape, device=device) if is_fp8 else None
         backend_class = get_backend(
             config.attention_backend,
             device=device,

@@ -172,12 +172,13 @@ def _keep_top_kernel(
                     source, num_sources, floor, max_key, top_k.to(tl.float32), largest, scale,
                     False, BLOCK,
                 )  # fmt: skip
-            total, _, _ = _weights(
-                source, num_sources, floor, floor, floor, largest, scale, True, BLOCK
-            )
         num_ties = 0
         num_kept_ties = 0
         if top_p < 1:
+            if has_top_k:
+                total, _, _ = _weights(
+                    source, num_sources, floor, floor, floor, largest, scale, True, BLOCK
+                )
             target = total * top_p
             floor = _edge(source, num_sources, floor, max_key, target, largest, scale, True, BLOCK)
             after, _, _ = _weights(
@@ -229,9 +230,7 @@ def _low_key(lane_keys, num_wanted, max_key):
 
 
 @triton.jit
-def _lane_counts(
-    base, size, low, floor, largest, scale, BLOCK: tl.constexpr
-):  # fmt: skip
+def _lane_counts(base, size, low, floor, largest, scale, BLOCK: tl.constexpr):
     """Return how many tokens of each lane reach `low`, and the mass above `floor` and `low`."""
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
