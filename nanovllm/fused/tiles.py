@@ -19,10 +19,12 @@ class Tiles:
 
 # Up to so many rows; measured on an H200 by tests/gpu/bench_fused_gemm.py.
 _QKV = {
+    32: Tiles(16, 128, 4, 5),
     256: Tiles(64, 64, 4, 6),
     512: Tiles(128, 64, 8, 3),
 }
 _GATE_UP = {
+    48: Tiles(64, 128, 4, 4, 16),
     64: Tiles(64, 128, 4, 3, 64),
     128: Tiles(64, 128, 4, 3, 32),
     512: Tiles(64, 64, 4, 4, 32),

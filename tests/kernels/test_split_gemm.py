@@ -26,7 +26,8 @@ def make(num_rows, out_features=128, in_features=512):
 def test_shares_sum_up_to_the_product(num_rows):
     x, weight = make(num_rows)
     shares = split_gemm_triton(x, weight)
-    assert shares.dtype == torch.float32 and shares.shape[1:] == (num_rows, 128)
+    assert shares.dtype == torch.float32
+    assert shares.shape == (4 if num_rows <= 128 else 2, num_rows, 128)
     torch.testing.assert_close(shares.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
 
 
