@@ -191,6 +191,10 @@ def test_no_global_state_is_changed(module):
             assert not node.attr.startswith("set_default_"), (
                 f"{module}:{node.lineno} calls {node.attr}: pass dtype and device instead"
             )
+            assert node.attr != "set_device", (
+                f"{module}:{node.lineno} changes the thread's current device, which is the "
+                "user's: use utils.device.on_device"
+            )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             assert node.func.attr not in ("basicConfig", "addHandler"), (
                 f"{module}:{node.lineno} sets up logging, which is the program's business"

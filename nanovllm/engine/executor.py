@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,8 +11,9 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import SchedulerOutput, StepOutput
 from nanovllm.engine.step_handle import StepHandle
-from nanovllm.engine.worker import CALL, STEP, RunnerSpec, WorkerGroup
+from nanovllm.engine.worker import CALL, EACH, STEP, RunnerSpec, WorkerGroup
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.device import on_device
 from nanovllm.utils.parallel import ParallelContext
 
 _POLL_S = 0.5
@@ -29,7 +31,9 @@ class LocalExecutor:
     _runner: ModelRunner | None = None
 
     def __init__(self, spec: RunnerSpec) -> None:
-        self._runner = spec.build(ParallelContext.single())
+        self._device = spec.device(0)
+        with on_device(self._device):
+            self._runner = spec.build(ParallelContext.single())
 
     def init_kv_cache(self) -> int:
         """Allocate the KV cache on every rank; return its number of blocks."""
@@ -37,21 +41,30 @@ class LocalExecutor:
 
     def execute(self, output: SchedulerOutput) -> StepFuture:
         """Launch a step on every rank and return at once."""
-        return self._live_runner().execute(output)
+        with on_device(self._device):
+            return self._live_runner().execute(output)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of every rank's ModelRunner, with no step in flight; rank 0's result."""
         return self.call_rank_0(name, *args)
 
+    def call_each(self, name: str, *args: Any) -> None:
+        """As `call`, for what ranks do without each other: the first error is raised once all are
+        through, and the ranks can go on.
+        """
+        self.call_rank_0(name, *args)
+
     def call_rank_0(self, name: str, *args: Any) -> Any:
         """Call a method of this process's ModelRunner only, which may raise and no worker dies."""
-        return getattr(self._live_runner(), name)(*args)
+        with on_device(self._device):
+            return getattr(self._live_runner(), name)(*args)
 
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            runner.close()
+            with on_device(self._device):
+                runner.close()
 
     def _live_runner(self) -> ModelRunner:
         if self._runner is None:
@@ -80,30 +93,46 @@ class TensorParallelExecutor(LocalExecutor):
     """
 
     def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
+        self._device = spec.device(0)
         self._group = WorkerGroup(spec, tp_size)
         try:
-            self._runner = self._group.on_rank_0(lambda: spec.build(self._group.join()))
+            with on_device(self._device):
+                self._runner = self._group.on_rank_0(lambda: spec.build(self._group.join()))
             self._group.collect()
         except BaseException:
             self.close()
             raise
 
     def execute(self, output: SchedulerOutput) -> StepFuture:
-        runner = self._live_runner()
-        step = self._group.together(STEP, output.to_bytes(), lambda: runner.execute(output))
+        work = partial(self.call_rank_0, "execute", output)
+        step = self._group.together(STEP, output.to_bytes(), work)
         return _WatchedStep(step, self._group)
 
     def call(self, name: str, *args: Any) -> Any:
-        runner = self._live_runner()
-        message = pickle.dumps((name, args))
-        result = self._group.together(CALL, message, lambda: getattr(runner, name)(*args))
+        work = partial(self.call_rank_0, name, *args)
+        result = self._group.together(CALL, pickle.dumps((name, args)), work)
         self._group.collect()
         return result
+
+    def call_each(self, name: str, *args: Any) -> None:
+        errors: list[Exception] = []
+
+        def work() -> None:  # cut short by an interrupt it leaves the ranks out of step
+            for part in (partial(self.call_rank_0, name, *args), self._group.collect):
+                try:
+                    part()
+                except Exception as error:
+                    errors.append(error)
+
+        self._group.together(EACH, pickle.dumps((name, args)), work)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         self._group.close()
         super().close()
-        self._group.parallel.close()
+        with on_device(self._device):
+            self._group.parallel.close()
 
 
 def make_executor(

@@ -150,7 +150,8 @@ class ModelRunner:
         if num_blocks is None:
             num_blocks = self._measured_num_blocks()
         self._num_blocks = self._parallel.min_int(num_blocks, self._device)
-        self._allocate_cache()
+        self._kv_cache = self._kv_shape.allocate(self._num_blocks, self._device)
+        self.make_ready()
         return self._num_blocks
 
     @torch.inference_mode()
@@ -161,9 +162,10 @@ class ModelRunner:
                 self._kv_scales, self._kv_shape, self._model, self._backend, self._max_model_len
             )
 
-    def _allocate_cache(self) -> None:
+    @torch.inference_mode()
+    def make_ready(self) -> None:
+        """Do what follows when there is a cache and its model has weights; ranks do it together."""
         self.calibrate()
-        self._kv_cache = self._kv_shape.allocate(self._num_blocks, self._device)
         if self._can_capture and not self._config.enforce_eager:
             num_rows = self._config.max_num_seqs
             self._graphs = DecodeGraphs(max_num_seqs=num_rows, device=self._device)
@@ -192,10 +194,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def wake_up(self) -> None:
-        """Allocate what `sleep` freed; weights that are gone are read from the checkpoint again."""
+        """Allocate what `sleep` freed, reading weights again; `make_ready` is to follow."""
         if restore_storage(self._model):
             self._load_weights()
-        self._allocate_cache()
+        self._kv_cache = self._kv_shape.allocate(self._num_blocks, self._device)
 
     def _give_back_memory(self) -> None:
         if self._is_cuda:

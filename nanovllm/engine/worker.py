@@ -6,18 +6,12 @@ watches the workers while it waits, and raises with a worker's own traceback.
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
 import pickle
-import tempfile
-import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,14 +22,16 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import SchedulerOutput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.channel import ChannelReceiver, ChannelSender
-from nanovllm.utils.device import resolve_device, resolve_dtype
-from nanovllm.utils.interrupt import leave_signals_to_parent, signals_held_back
+from nanovllm.utils.child_group import PATIENCE_S, ChildGroup
+from nanovllm.utils.device import on_device, resolve_device, resolve_dtype
+from nanovllm.utils.interrupt import leave_signals_to_parent
 from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.parallel import ParallelContext, join_group
-from nanovllm.utils.processes import ProcessWatch, end_processes, end_with_parent, in_thread
+from nanovllm.utils.processes import ProcessWatch, end_with_parent, in_thread
+from nanovllm.utils.remote_error import RemoteError
 
-STEP, CALL, STOP = b"S", b"C", b"X"  # first byte of a message
-_PATIENCE_S = 5.0  # for the end of a process that has closed its connections
+# First byte of a message. EACH calls what no rank needs another for: one that fails lives on.
+STEP, CALL, EACH, STOP = b"S", b"C", b"E", b"X"
 _T = TypeVar("_T")
 
 
@@ -59,8 +55,6 @@ class RunnerSpec:
 
     def build(self, parallel: ParallelContext) -> ModelRunner:
         device = self.device(parallel.tp_rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         dtype = resolve_dtype(self.config.dtype, self.model_config.dtype, device)
         return ModelRunner(
             self.config,
@@ -79,46 +73,25 @@ class WorkerGroup:
     def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
         check_may_start_processes("LLM(tensor_parallel_size > 1)")
         self._spec = spec
-        # Readable by this user only.
-        directory = tempfile.mkdtemp(prefix="nanovllm-")
-        self._store_path = str(Path(directory) / "store")
-        context = multiprocessing.get_context("spawn")
-        self._processes: list[BaseProcess] = []
-        self._commands: list[Connection] = []
-        self._replies: list[Connection] = []
+        self._children = ChildGroup("Tensor-parallel worker", Owner("LLM"))
+        self._processes = self._children.processes
+        self._store_path = str(self._children.directory / "store")
         self._sender: ChannelSender | None = None
         self.parallel = ParallelContext.single()  # until rank 0 joins
         self._watch: ProcessWatch | None = None
         self._is_out_of_step = False
-        self._finalizer = weakref.finalize(
-            self, end_processes, Owner("LLM"), self._processes, self._commands, directory
-        )
-        # Registered last, so called first: multiprocessing would wait for the workers for ever.
-        atexit.register(self._finalizer)
+        self.collect, self.check_alive = self._children.collect, self._children.check_alive
         try:
-            for rank in range(1, tp_size):
-                commands, worker_commands = context.Pipe()
-                replies, worker_replies = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_worker,
-                    args=(spec, rank, tp_size, self._store_path, worker_commands, worker_replies),
-                    name=f"nanovllm-tp{rank}",
-                    daemon=True,
+            for _ in range(1, tp_size):
+                self._children.start(
+                    _run_worker, spec, tp_size, self._store_path, name="nanovllm-tp"
                 )
-                with signals_held_back():
-                    process.start()
-                worker_commands.close()
-                worker_replies.close()
-                self._processes.append(process)
-                self._commands.append(commands)
-                self._replies.append(replies)
             self.collect()  # every worker is up, before rank 0 waits for them
         except BaseException:
             self._is_out_of_step = True
             self.close()
             raise
-        pids = [process.pid or 0 for process in self._processes]
-        self._sender = ChannelSender(self._commands, pids)
+        self._sender = ChannelSender(self._children.commands, self._children.pids)
 
     def join(self) -> ParallelContext:
         """Meet the workers; call once, on rank 0. From then on one that ends ends collectives."""
@@ -139,19 +112,8 @@ class WorkerGroup:
         try:
             self._sender.send(kind + payload, self.check_alive)
         except OSError:  # the reading end is gone: say why
-            self.check_alive(patience_s=_PATIENCE_S)
+            self.check_alive(patience_s=PATIENCE_S)
             raise
-
-    def collect(self) -> None:
-        """Wait until every worker has replied to the last command."""
-        for replies in self._replies:
-            while not replies.poll(0.2):
-                self.check_alive()
-            try:
-                self._read_reply(replies)
-            except EOFError:
-                self.check_alive(patience_s=_PATIENCE_S)
-                raise
 
     def together(self, kind: bytes, payload: bytes, work: Callable[[], _T]) -> _T:
         """Send a command, and do rank 0's share of it."""
@@ -169,37 +131,18 @@ class WorkerGroup:
         except BaseException as error:
             self._is_out_of_step = True
             if isinstance(error, RuntimeError):
-                self.check_alive(patience_s=_PATIENCE_S)
+                self.check_alive(patience_s=PATIENCE_S)
             raise
 
     def check_unbroken(self) -> None:
         """Raise if a rank has ended since all met: what a step gave then means nothing."""
         if self._watch is not None and self._watch.has_fired:
-            self.check_alive(patience_s=_PATIENCE_S)
-
-    def check_alive(self, patience_s: float = 0.0) -> None:
-        """Raise with a worker's traceback if one has failed or ended."""
-        for rank, process in enumerate(self._processes, 1):
-            replies = self._replies[rank - 1]
-            process.join(patience_s)
-            if process.is_alive():
-                continue
-            while replies.poll():
-                try:
-                    self._read_reply(replies)
-                except EOFError:
-                    break
-            raise RuntimeError(
-                f"Tensor-parallel worker {rank} ended with exit code {process.exitcode} "
-                "(negative: killed by that signal). The engine must be closed. If it ended at "
-                "start-up, is the script's code under `if __name__ == '__main__':`?"
-            )
+            self.check_alive(patience_s=PATIENCE_S)
 
     def close(self) -> None:
         """End the workers, gently first. A second call does nothing."""
         if self._is_out_of_step:
-            for process in self._processes:
-                process.kill()  # it may wait in a collective for a rank that will not come
+            self._children.kill()  # one may wait in a collective for a rank that will not come
         elif self._watch is not None:
             self._watch.stop()
         if self._sender is not None:
@@ -210,26 +153,19 @@ class WorkerGroup:
                 pass  # gone already
             self._sender.close()
             self._sender = None
-        self._finalizer()
-        atexit.unregister(self._finalizer)
-
-    def _read_reply(self, replies: Connection) -> None:
-        error = replies.recv()
-        if error is not None:
-            rank = self._replies.index(replies) + 1
-            raise RuntimeError(f"Tensor-parallel worker {rank} failed:\n{error}")
+        self._children.close()
 
 
 # ---- in the worker process
 
 
 def _run_worker(
-    spec: RunnerSpec,
     tp_rank: int,
-    tp_size: int,
-    store_path: str,
     commands: Connection,
     replies: Connection,
+    spec: RunnerSpec,
+    tp_size: int,
+    store_path: str,
 ) -> None:
     leave_signals_to_parent()
     end_with_parent(Path(store_path).parent)
@@ -237,16 +173,17 @@ def _run_worker(
     receiver = ChannelReceiver(commands, tp_rank - 1, tp_size - 1)
     try:
         replies.send(None)
-        parallel = spec.join(store_path, tp_rank)
-        runner = spec.build(parallel)
-        replies.send(None)
-        _serve(runner, receiver, replies)
-        runner.close()
-        parallel.close()
+        with on_device(spec.device(tp_rank)):
+            parallel = spec.join(store_path, tp_rank)
+            runner = spec.build(parallel)
+            replies.send(None)
+            _serve(runner, receiver, replies)
+            runner.close()
+            parallel.close()
     except (EOFError, BrokenPipeError):
         pass  # rank 0 is gone
-    except BaseException:
-        replies.send(traceback.format_exc())
+    except BaseException as error:
+        replies.send(RemoteError.of(error))
         replies.close()
         raise SystemExit(1) from None
     finally:
@@ -263,10 +200,16 @@ def _serve(runner: ModelRunner, receiver: ChannelReceiver, replies: Connection) 
             # Not further ahead of the device than rank 0: staging buffers are reused.
             while len(in_flight) > 2:
                 in_flight.popleft().wait()
-        elif kind == CALL:
+        elif kind in (CALL, EACH):
             # Only this engine's rank 0 can write here: the memory has no name, the socket no path.
             name, args = pickle.loads(payload)
-            getattr(runner, name)(*args)
-            replies.send(None)
+            reply = None
+            try:
+                getattr(runner, name)(*args)
+            except Exception as error:
+                if kind == CALL:
+                    raise  # others may wait for this rank: its end is what ends that
+                reply = RemoteError.of(error)
+            replies.send(reply)
         else:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
@@ -290,7 +291,7 @@ class LLMEngine:
             if level > self._sleep_level:
                 self._sleep_level = level  # first: if it fails halfway, `wake_up` restores all
                 self.scheduler.blocks.reset_prefix_index()
-                self._executor.call("sleep", level)
+                self._executor.call_each("sleep", level)
 
     def wake_up(self) -> None:
         """Undo `sleep`; awake already, nothing happens."""
@@ -298,10 +299,12 @@ class LLMEngine:
         with self._exclusive.use():
             if self._sleep_level:
                 try:
-                    self._executor.call("wake_up")
-                except BaseException:  # the next try must not take for loaded what is not
+                    self._executor.call_each("wake_up")
+                    self._executor.call("make_ready")
+                except BaseException as error:  # the next try must not take for loaded what is not
+                    traceback.clear_frames(error.__traceback__)  # which hold what was read
                     with suppress(RuntimeError):  # a dead rank's: the first error says more
-                        self._executor.call("sleep", self._sleep_level)
+                        self._executor.call_each("sleep", self._sleep_level)
                     raise
                 self._sleep_level = 0
 

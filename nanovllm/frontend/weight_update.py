@@ -36,7 +36,7 @@ def replace_weights(executor: LocalExecutor, weights: list[NamedTensor], tp_size
         _check_sendable(weights)
     executor.call_rank_0("check_weights", weights)
     for part in [weights] if tp_size == 1 else weight_parts(weights):
-        executor.call("load_weights", part)
+        executor.call_each("load_weights", part)
     executor.call("calibrate")
 
 

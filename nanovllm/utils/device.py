@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -53,3 +54,11 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     """Free and total bytes of a CUDA device, whoever uses the rest."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return free_bytes, total_bytes
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one of this thread, which is the user's, for a `with` block.
+
+    Kernels of Triton and streams go by it, whatever device their tensors are on.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

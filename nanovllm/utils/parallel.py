@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from nanovllm.utils.device import on_device
 from nanovllm.utils.environment import environment
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,8 @@ def join_group(
     """
     store = FileStore(store_path, tp_size)
     if device.type == "cuda":
-        return _join_on_gpus(store, store_path, tp_rank, tp_size, device, use_peers=use_peers)
+        with on_device(device):
+            return _join_on_gpus(store, store_path, tp_rank, tp_size, device, use_peers=use_peers)
     gloo = dist.ProcessGroupGloo
     gloo_options = gloo._Options()  # type: ignore[attr-defined]  # no public way to bind loopback
     gloo_options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -129,7 +131,6 @@ def _join_on_gpus(
     *,
     use_peers: bool,
 ) -> ParallelContext:
-    torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
     with environment(_NCCL_VARIABLES):
