@@ -194,6 +194,64 @@ def test_some_layers_only(tmp_path, tiny_model, make_llm):
     check(make_llm(tiny_model, lora=adapter, dtype="float32", **OPTIONS), Oracle(merged))
 
 
+def keep(adapter, is_kept):
+    """Take the updates of all other modules out of an adapter."""
+    change(adapter, lambda t: [t.pop(n) for n in [*t] if not is_kept(n.removeprefix(PREFIX))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_kept"),
+    [
+        ({"target_modules": "all-linear"}, lambda name: True),
+        ({"target_modules": "All-Linear", "exclude_modules": []}, lambda name: True),
+        ({"layers_to_transform": 1}, lambda name: "layers.1." in name),
+        (
+            {"layers_to_transform": [0], "layers_pattern": "layers"},
+            lambda name: "layers.0." in name,
+        ),
+        (
+            {"layers_to_transform": [0], "target_modules": ["v_proj", f"{Q0[:-7]}.k_proj"]},
+            lambda name: "layers.0.self_attn.v_proj" in name or "0.self_attn.k_proj" in name,
+        ),
+        ({"exclude_modules": ["self_attn.q_proj"]}, lambda name: "q_proj" not in name),
+        ({"exclude_modules": ".*mlp.*"}, lambda name: "mlp" not in name),
+        (
+            {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+            lambda name: "o_proj" not in name,
+        ),
+    ],
+    ids=str,
+)
+def test_parts_of_a_model_are_followed_to_the_tensor(tmp_path, tiny_model, settings, is_kept):
+    """These settings once switched the check of what is missing or too many off."""
+    config = dict(settings)
+    adapter = write_adapter(tmp_path / "adapter", tiny_model)
+    written = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(written | config))
+    whole = load_file(adapter / WEIGHTS)
+    keep(adapter, is_kept)
+    check_adapter(adapter, tiny_model, is_tied=False)
+
+    kept = {name for name in whole if is_kept(name.removeprefix(PREFIX))}
+    lost = next(iter(kept)).rpartition(".lora_")[0]
+    change(adapter, lambda t: [t.pop(f"{lost}.lora_{part}.weight") for part in "AB"])
+    with pytest.raises(ValueError, match=f"but {lost.removeprefix(PREFIX)} have no update. Is the"):
+        check_adapter(adapter, tiny_model, is_tied=False)
+
+    if len(kept) == len(whole):
+        head = {
+            f"{PREFIX}lm_head.lora_A.weight": (4, 64),
+            f"{PREFIX}lm_head.lora_B.weight": (517, 4),
+        }
+        foreign, extra = "lm_head", {name: torch.zeros(shape) for name, shape in head.items()}
+    else:
+        foreign = next(n for n in whole if n not in kept).rpartition(".lora_")[0]
+        extra = {name: whole[name] for name in whole if name.startswith(f"{foreign}.lora")}
+    save_file({name: whole[name].clone() for name in kept} | extra, adapter / WEIGHTS)
+    with pytest.raises(ValueError, match=f"updates of {foreign.removeprefix(PREFIX)}, which adapt"):
+        check_adapter(adapter, tiny_model, is_tied=False)
+
+
 # ---- what is refused
 
 
@@ -239,6 +297,25 @@ def change(adapter, edit):
         ({"target_modules": [*ALL, "c_attn"]}, "has 'c_attn', and the model has no such module"),
         ({"target_modules": [*ALL, 3]}, "target_modules must be a list of names or a regex"),
         ({"target_modules": ".*lm_head"}, r"'.*lm_head', but lm_head have no update"),
+        ({"target_modules": None}, "target_modules is None, so whether the file is complete"),
+        ({"target_modules": []}, r"target_modules is \[\], so whether"),
+        ({"target_modules": ""}, "target_modules is '', so whether"),
+        ({"target_modules": {"a": 1}}, "target_modules must be a list of names or a regex, got"),
+        ({"exclude_modules": 5}, "exclude_modules must be a list of names or a regex, got 5"),
+        ({"exclude_modules": "("}, r"exclude_modules has '\(', which is no regular expression"),
+        ({"exclude_modules": list(ALL)}, "it has updates of .*q_proj.* which adapter_config.json"),
+        ({"layers_to_transform": [2]}, "layers_to_transform has 2, and the model no such layer"),
+        ({"layers_to_transform": [0, -1]}, "layers_to_transform must be at least 0, got -1"),
+        ({"layers_to_transform": True}, "layers_to_transform must be an int, got True"),
+        ({"layers_to_transform": "0"}, "layers_to_transform must be an int, got '0'"),
+        ({"layers_to_transform": [0], "layers_pattern": "h"}, "has 0, and the model no such layer"),
+        ({"layers_to_transform": [0], "layers_pattern": 7}, "layers_pattern must be a list of na"),
+        ({"layers_to_transform": [0], "layers_pattern": ["("]}, r"layers_pattern has '\('"),
+        ({"layers_pattern": "layers"}, "layers_pattern = 'layers' needs layers_to_transform"),
+        (
+            {"layers_to_transform": [0], "target_modules": "all-linear"},
+            r"layers_to_transform = \[0\] goes with a list in target_modules, not with 'all",
+        ),
     ],
     ids=str,
 )
@@ -360,6 +437,14 @@ def test_bad_options_are_named(options, error, match):
             "alpha_pattern": {"^model.layers.0.self_attn.v_proj": 32, "v_proj": 5},
         },
         {"r": 4, "target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]},
+        {
+            "r": 4,
+            "target_modules": ["k_proj", "model.layers.1.mlp.up_proj"],
+            "layers_to_transform": 0,
+            "layers_pattern": ["h", "layers"],
+        },
+        {"r": 4, "target_modules": "all-linear", "exclude_modules": ["mlp.up_proj", "k_proj"]},
+        {"r": 4, "target_modules": list(ALL), "exclude_modules": r".*\.1\..*"},
     ],
     ids=str,
 )

@@ -147,19 +147,38 @@ def _check_names(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _check_targets(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Whoever was to be trained must exist and have an update, or a part of the file is lost."""
+    """Whoever was to be trained must exist and have an update, or a part of the file is lost.
+
+    Nobody else has one: it would be of other settings.
+    """
     settings, targets = adapter.settings, adapter.settings.target_modules
-    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    for target in (targets,) if isinstance(targets, str) else targets or ():
-        meant = [module for module in modules if settings.is_target(target, module)]
-        if not meant:
+    modules = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2 and "embed" not in name
+    ]
+    absent = set(settings.layers_to_transform) - {settings.layer_number(m) for m in modules}
+    if absent:
+        raise ValueError(f"layers_to_transform has {min(absent)}, and the model no such layer.")
+    trained = {name.removesuffix(".weight") for name in adapter.updates}
+    meant: set[str] = set()
+    for target in (targets,) if isinstance(targets, str) else targets:
+        found = [module for module in modules if settings.is_target(target, module)]
+        if not found:
             raise ValueError(f"target_modules has {target!r}, and the model has no such module.")
-        lost = [module for module in meant if f"{module}.weight" not in adapter.updates]
-        if lost and not settings.is_partial:
+        part = {module for module in found if settings.is_trained(target, module)}
+        if lost := part - trained:
             raise ValueError(
                 f"target_modules has {target!r}, but {name_list(lost)} have no update. "
                 "Is the file complete?"
             )
+        meant |= part
+    if foreign := trained - meant:
+        raise ValueError(
+            f"it has updates of {name_list(foreign)}, which {CONFIG_NAME} does not name (see its "
+            "target_modules, exclude_modules and layers_to_transform); do the two files belong "
+            "together?"
+        )
 
 
 def _warn_of_another_base(base: str | None, directory: str | Path, model_dir: Path) -> None:

@@ -12,6 +12,7 @@ from nanovllm.utils.checks import check_bool, check_float, check_int
 from nanovllm.utils.json_file import read_json_object
 
 CONFIG_NAME = "adapter_config.json"
+ALL_LINEAR = "all-linear"  # in target_modules: every linear layer but the head
 _MERGE_YOURSELF = (
     "Merge it with PEFT's merge_and_unload(), save the result, and pass that as the model."
 )
@@ -41,8 +42,10 @@ class AdapterSettings:
     """What adapter_config.json says, checked: plain LoRA on linear layers of a causal model."""
 
     base_model: str | None
-    target_modules: tuple[str, ...] | str | None  # ends of module names, or one regex for all
-    is_partial: bool  # some layers or modules are left out, though their names match
+    target_modules: tuple[str, ...] | str  # ends of module names, or one regex, or ALL_LINEAR
+    exclude_modules: tuple[str, ...] | str  # the same, for what is left out
+    layers_to_transform: tuple[int, ...]  # of targets named by their ends; empty: all layers
+    layers_pattern: tuple[str, ...]  # what the list of layers is called; empty: anything
     r: int
     lora_alpha: float
     use_rslora: bool
@@ -60,10 +63,30 @@ class AdapterSettings:
         return alpha / (math.sqrt(r) if self.use_rslora else r)
 
     def is_target(self, name: str, module: str) -> bool:
-        """Whether `name` of `target_modules` stands for `module`."""
+        """Whether `name` of `target_modules` stands for the linear layer `module`."""
+        if self.target_modules == ALL_LINEAR:
+            return module != "lm_head"
         if isinstance(self.target_modules, str):
             return re.fullmatch(name, module) is not None
-        return module == name or module.endswith(f".{name}")
+        return _is_end(name, module)
+
+    def is_trained(self, name: str, module: str) -> bool:
+        """Whether a target is in a layer that was to be trained, and not excluded."""
+        if isinstance(self.exclude_modules, str):
+            is_excluded = re.fullmatch(self.exclude_modules, module) is not None
+        else:
+            is_excluded = any(_is_end(excluded, module) for excluded in self.exclude_modules)
+        # A module that is named in full is trained whatever its layer, in PEFT too.
+        layers = () if name == module else self.layers_to_transform
+        return not is_excluded and (not layers or self.layer_number(module) in layers)
+
+    def layer_number(self, module: str) -> int | None:
+        """Which of its layers a module belongs to; None for one outside of them."""
+        for pattern in self.layers_pattern or (r"[^.]*",):
+            # Lazy, since experts have numbers too, inside their layer.
+            if match := re.match(rf"(?:.*?\.)??(?:{pattern})\.(\d+)\.", module):
+                return int(match[match.lastindex or 0])
+        return None
 
 
 def read_settings(directory: Path) -> AdapterSettings:
@@ -92,10 +115,9 @@ def _read(d: dict[str, Any]) -> AdapterSettings:
     return AdapterSettings(
         base_model=base_model if isinstance(base_model, str) and base_model else None,
         target_modules=_read_targets(d.get("target_modules")),
-        is_partial=any(
-            d.get(key) not in (None, [], "")
-            for key in ("exclude_modules", "layers_to_transform", "layers_pattern")
-        ),
+        exclude_modules=_names_or_regex("exclude_modules", d.get("exclude_modules") or []),
+        layers_to_transform=_read_layers(d),
+        layers_pattern=_read_layers_pattern(d),
         r=check_int("r", d.get("r"), minimum=1),
         lora_alpha=_alpha("lora_alpha", d.get("lora_alpha")),
         use_rslora=d.get("use_rslora") is not None and check_bool("use_rslora", d["use_rslora"]),
@@ -125,12 +147,50 @@ def _refuse_variants(d: dict[str, Any]) -> None:
             raise ValueError(f"{key} = {value!r:.100} is not supported. {_MERGE_YOURSELF}")
 
 
-def _read_targets(value: Any) -> tuple[str, ...] | str | None:
-    if value is None or isinstance(value, str):
-        return _regex("target_modules", value) if value and value != "all-linear" else None
+def _read_targets(value: Any) -> tuple[str, ...] | str:
+    if value in (None, [], ""):
+        raise ValueError(
+            f"target_modules is {value!r}, so whether the file is complete cannot be said. "
+            "List there which modules were trained, such as 'q_proj', as PEFT does."
+        )
+    if isinstance(value, str) and value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    return _names_or_regex("target_modules", value)
+
+
+def _names_or_regex(key: str, value: Any) -> tuple[str, ...] | str:
+    if isinstance(value, str):
+        return _regex(key, value)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"target_modules must be a list of names or a regex, got {value!r}.")
+        raise TypeError(f"{key} must be a list of names or a regex, got {value!r}.")
     return tuple(value)
+
+
+def _read_layers(d: dict[str, Any]) -> tuple[int, ...]:
+    value = d.get("layers_to_transform")
+    if value is None or value == []:
+        return ()
+    if isinstance(d.get("target_modules"), str):
+        raise ValueError(
+            f"layers_to_transform = {value!r:.100} goes with a list in target_modules, not with "
+            f"{d['target_modules']!r:.100}: name the layers in that."
+        )
+    numbers = value if isinstance(value, list) else [value]
+    return tuple(check_int("layers_to_transform", number, minimum=0) for number in numbers)
+
+
+def _read_layers_pattern(d: dict[str, Any]) -> tuple[str, ...]:
+    value = d.get("layers_pattern")
+    if value in (None, [], ""):
+        return ()
+    if d.get("layers_to_transform") in (None, []):
+        raise ValueError(
+            f"layers_pattern = {value!r:.100} needs layers_to_transform: which of the layers."
+        )
+    names = _names_or_regex("layers_pattern", value)
+    return tuple(
+        _regex("layers_pattern", n) for n in ([names] if isinstance(names, str) else names)
+    )
 
 
 def _pattern(d: dict[str, Any], key: str) -> list[tuple[str, Any]]:
@@ -157,6 +217,10 @@ def _regex(key: str, text: str) -> str:
     except re.error as error:
         raise ValueError(f"{key} has {text!r}, which is no regular expression: {error}.") from error
     return text
+
+
+def _is_end(name: str, module: str) -> bool:
+    return module == name or module.endswith(f".{name}")
 
 
 def _names(pattern: str, module: str) -> bool:
