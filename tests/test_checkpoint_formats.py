@@ -94,13 +94,13 @@ def with_value(directory, value, dtype=torch.float32):
     return tensors
 
 
-@pytest.mark.parametrize("value", [1e5, -65520.0, float("inf")])
+@pytest.mark.parametrize("value", [1e5, -65520.0])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_values_beyond_float16_are_refused_with_what_to_do(tmp_path, stored, value):
     """As infinities they load without a word, and every logit is NaN."""
     write_tiny_qwen3(tmp_path)
     tensors = with_value(tmp_path, value, stored)
-    reached = r"reach (inf|\d+), beyond float16's 65504; pass dtype='bfloat16'"
+    reached = r"reach \d+, beyond float16's 65504; pass dtype='bfloat16'"
     with pytest.raises(ValueError, match=rf"layers.1.mlp.up_proj.weight: its values {reached}"):
         load(tmp_path, dtype=torch.float16)
     for dtype in (torch.float32, torch.bfloat16):

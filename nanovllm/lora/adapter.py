@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from nanovllm.lora.settings import CONFIG_NAME, AdapterSettings, read_settings
+from nanovllm.utils.finite import check_finite
 from nanovllm.utils.loader import check_castable, name_list, open_safetensors, tensor_shapes
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def _update(
 
 
 def check_adapter(directory: str | Path, model_dir: Path, *, is_tied: bool) -> None:
-    """Raise a ValueError unless the adapter can be merged into the model; reads headers only.
+    """Raise a ValueError unless the adapter can be merged into the model, whose headers it reads.
 
     is_tied: the head and the embedding are one table, which a LoRA on the head alone would split
     """
@@ -131,6 +132,14 @@ def check_adapter(directory: str | Path, model_dir: Path, *, is_tied: bool) -> N
             )
     except ValueError as error:
         raise ValueError(f"the adapter {directory} does not fit {model_dir}: {error}") from error
+    try:
+        for name, update in adapter.updates.items():
+            module = name.removesuffix(".weight")
+            check_finite(
+                [(f"{module}.lora_A", update.a), (f"{module}.lora_B", update.b)], torch.float32
+            )
+    except ValueError as error:
+        raise ValueError(f"{Path(directory) / WEIGHTS_NAME}: {error}") from error
     _warn_of_another_base(adapter.settings.base_model, directory, model_dir)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.utils.loader import check_range, name_list
+from nanovllm.utils.finite import check_finite
+from nanovllm.utils.loader import name_list
 
 # Our fused modules: shard name -> what the checkpoint calls that part.
 _FUSED = {
@@ -84,20 +85,19 @@ def check_weights(
 ) -> None:
     """Raise what `load_weights` with `partial` would raise for these pairs, changing nothing."""
     targets = _targets(model)
-    names = [name for name, _ in weights if not name.endswith(_IGNORED)]
+    weights = [pair for pair in weights if not pair[0].endswith(_IGNORED)]
+    names = [name for name, _ in weights]
     duplicate = {name for name, times in Counter(names).items() if times > 1}
     _raise_if_any(
         {"missing": set(), "duplicate": duplicate, "unexpected": set(names) - targets.keys()}
     )
     for name, tensor in weights:
-        if name.endswith(_IGNORED):
-            continue
         target = targets[name]
         try:
             target.load(target.name, tensor.to("meta"), target.shard)
-            check_range(tensor, next(model.parameters()).dtype)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+    check_finite(weights, next(model.parameters()).dtype)
     tied = [tensor for name, tensor in weights if name in _TIED]
     if is_tied and len(tied) == 2 and not torch.equal(tied[0], tied[1].to(tied[0])):
         raise ValueError(_UNTIED)

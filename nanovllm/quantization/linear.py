@@ -7,6 +7,7 @@ from nanovllm.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParal
 from nanovllm.quantization.formats import BLOCK, FP8, Fp8Format
 from nanovllm.quantization.kernels.fp8_gemm import fp8_linear
 from nanovllm.quantization.kernels.quantize import QuantTensor, quantize, quantize_blocks
+from nanovllm.utils.finite import extremes
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.parallel import ParallelContext
 
@@ -89,10 +90,10 @@ class Fp8Linear(nn.Module):
                 f"the checkpoint's dtype {tensor.dtype} needs scales, and config.json has no "
                 "quantization_config that tells which."
             )
-        if name == self._format.scale_name:
-            check_scales(tensor)
         target, part = self._local_part(name, tensor, shard)
         copy_weight(target, part)
+        if name == self._format.scale_name:
+            check_scales(tensor)
 
     def _quantize_into(self, tensor: torch.Tensor, shard: str | None) -> None:
         target, part = self._local_part("weight", tensor, shard)
@@ -101,14 +102,18 @@ class Fp8Linear(nn.Module):
             return
         # The scale of a row is the same on all ranks, though each has but a part of the row.
         is_split_row = self._is_row_parallel and self._format.group_size is None
-        quantized = self._quantized((tensor if is_split_row else part).to(target.device))
+        weight = (tensor if is_split_row else part).to(target.device)
+        quantized = self._quantized(weight)
+        # Rounding takes NaN and infinities for numbers. Zero times one of them is NaN, and 0 times
+        # all others: so the scales show what the weight was to whoever looks through the model.
+        broken = (extremes(weight).to(self._dtype) * 0).sum()
         data = quantized.data
         if is_split_row:
             data = self._local_part("weight", data, shard)[1]
         full_scale = torch.empty(self._scale_shape(tensor.shape), device="meta")
         scale_target, _ = self._local_part(self._scale_name, full_scale, shard)
         target.copy_(data)
-        scale_target.copy_(quantized.scale)
+        scale_target.copy_(quantized.scale + broken)
 
     def _quantized(self, weight: torch.Tensor) -> QuantTensor:
         weight = weight.contiguous()
@@ -127,6 +132,12 @@ class Fp8Linear(nn.Module):
 
 
 def check_scales(scales: torch.Tensor) -> None:
-    """Raise unless the scales are numbers that a weight can be multiplied by."""
-    if not scales.is_meta and not bool((scales.isfinite() & (scales >= 0)).all()):
-        raise ValueError("scales must be finite and not negative.")
+    """Raise unless the scales are numbers that a weight can be multiplied by, and not lost."""
+    if scales.is_meta:
+        return
+    num_broken = int((~(scales.isfinite() & (scales > 0))).sum())
+    if num_broken:
+        raise ValueError(
+            f"{num_broken} of {scales.numel()} scales are 0, negative, NaN or infinite. "
+            "Is the file damaged?"
+        )

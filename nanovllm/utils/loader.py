@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.utils.finite import HasTensors, check_loaded
 from nanovllm.utils.json_file import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ _CPU = torch.device("cpu")
 _MERGE = "nanovllm.lora.merge"  # few need it: loaded by name where there is an adapter
 
 
-class LoadableModel(Protocol):
+class LoadableModel(HasTensors, Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
 
@@ -36,6 +37,7 @@ def load_model(
 ) -> None:
     """Fill `model` in place from the safetensors files in `model_dir`; logs how long it took.
 
+    A ValueError says what does not fit, or which weights are NaN or infinite in the model's dtype.
     lora: the directory of an adapter to merge on the way, computed on `device`
     """
     start_s = time.perf_counter()
@@ -47,11 +49,12 @@ def load_model(
             num_bytes += tensor.nbytes
             yield name, tensor
 
-    weights: Iterable[tuple[str, torch.Tensor]] = counted()
-    if lora is not None:
-        weights = import_module(_MERGE).merged(weights, lora, device)
+    def weights() -> Iterable[tuple[str, torch.Tensor]]:
+        return counted() if lora is None else import_module(_MERGE).merged(counted(), lora, device)
+
     try:
-        model.load_weights(weights)
+        model.load_weights(weights())
+        check_loaded(model, weights())
     except ValueError as error:
         raise ValueError(f"cannot load the checkpoint in {model_dir}: {error}") from error
     elapsed_s = time.perf_counter() - start_s
@@ -133,14 +136,14 @@ def open_safetensors(path: Path) -> safe_open:
 def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a checkpoint's tensor into (a slice of) a parameter, in place, converting dtype.
 
-    A source on the meta device has no data: it is checked only.
+    A source on the meta device has no data: it is checked only. That values stay finite is for
+    `nanovllm.utils.finite` to say, of all weights at once.
     """
     check_shape(source, tuple(target.shape))
     if source.dtype is not target.dtype:
         check_castable(source)
     if source.is_meta:
         return
-    check_range(source, target.dtype)
     with torch.no_grad():
         target.copy_(source)
 
@@ -151,22 +154,6 @@ def check_castable(tensor: torch.Tensor) -> None:
         raise ValueError(
             f"the checkpoint's dtype {tensor.dtype} is not supported; allowed are "
             f"{', '.join(str(dtype) for dtype in _CAST_DTYPES)}."
-        )
-
-
-def check_range(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise a ValueError if a cast to float16 would turn values into infinities, and text to noise.
-
-    Other casts are free: bfloat16 and float32 have one range.
-    """
-    is_narrow = tensor.dtype in (torch.float16, torch.float8_e4m3fn)
-    if dtype is not torch.float16 or is_narrow or tensor.numel() == 0:
-        return
-    extremes = torch.stack(tensor.aminmax())
-    if extremes.to(dtype).isinf().any():
-        raise ValueError(
-            f"its values reach {float(extremes.abs().max()):.6g}, beyond float16's 65504; "
-            "pass dtype='bfloat16' or 'float32'."
         )
 
 

@@ -195,14 +195,22 @@ def damaged(directory, target, **changes):
     return target
 
 
+def with_nan(tensor):
+    """The last value becomes a NaN; quantised by a kernel it would be the number -448."""
+    bits = tensor.view(torch.uint8).clone()
+    bits[-1, -tensor.itemsize :] = 0xFF
+    return bits.view(tensor.dtype)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "change", "message"),
     [
         ("channel", "mlp__down_proj__weight_scale", lambda t: t[:, 0], r"shape \(192,\) does not"),
         ("channel", "mlp__down_proj__weight_scale", lambda t: t[:1], r"shape \(1, 1\) does not"),
         ("channel", "mlp__up_proj__weight_scale", lambda t: t.T, r"shape \(1, 256\) does not"),
-        ("channel", "mlp__up_proj__weight_scale", lambda t: -t, "finite and not negative"),
-        ("channel", "mlp__up_proj__weight_scale", lambda t: t / 0, "finite and not negative"),
+        ("channel", "mlp__up_proj__weight_scale", lambda t: -t, "256 of 256 scales are 0, neg"),
+        ("channel", "mlp__up_proj__weight_scale", lambda t: t / 0, "256 of 256 scales are 0, neg"),
+        ("channel", "mlp__up_proj__weight_scale", lambda t: t * (t < t[9]), "scales are 0"),
         ("channel", "mlp__up_proj__weight_scale", lambda t: t.int(), "dtype torch.int32"),
         ("channel", "mlp__up_proj__weight_scale", lambda t: None, "1 missing: .*up_proj.weight_s"),
         ("channel", "mlp__up_proj__weight", lambda t: t.float(), "is torch.float32, but quantiz"),
@@ -211,7 +219,12 @@ def damaged(directory, target, **changes):
         ("channel", "input_layernorm__weight", lambda t: t.to(torch.float8_e4m3fn), "float8_e4m3"),
         ("block", "mlp__up_proj__weight_scale_inv", lambda t: t.T[:1], r"shape \(1, 2\) does not"),
         ("block", "mlp__down_proj__weight_scale_inv", lambda t: t[:1], r"shape \(1, 2\) does not"),
-        ("block", "self_attn__q_proj__weight_scale_inv", lambda t: t * float("nan"), "finite and"),
+        ("block", "self_attn__q_proj__weight_scale_inv", lambda t: t * float("nan"), "4 of 4 sc"),
+        ("block", "self_attn__q_proj__weight", with_nan, "1 of its 49152 values are NaN"),
+        ("channel", "mlp__down_proj__weight", with_nan, "1 of its 49152 values are NaN"),
+        ("online", "mlp__down_proj__weight", with_nan, "1 of its 49152 values are NaN"),
+        ("online", "self_attn__k_proj__weight", lambda t: t / 0, "49152 values are NaN or"),
+        ("online", "self_attn__o_proj__weight", lambda t: t.double() * 1e40, "beyond float32's"),
         ("online", "mlp__up_proj__weight", lambda t: t.to(torch.float8_e4m3fn), "needs scales"),
         ("online", "mlp__up_proj__weight", lambda t: t.int(), "dtype torch.int32"),
         ("online", "mlp__up_proj__weight", lambda t: t[1:], r"shape \(255, 192\) does not"),
@@ -222,6 +235,15 @@ def test_faulty_tensors_are_named(checkpoints, tmp_path, kind, name, change, mes
     with pytest.raises(ValueError, match=message) as caught:
         load(directory)
     assert name.replace("__", ".") in str(caught.value)
+
+
+def test_float16_overflows_quantised_or_not(checkpoints, tmp_path):
+    """The weights fit e4m3 with a scale of their own, but are no weights of a float16 model."""
+    change = {"mlp__up_proj__weight": lambda t: t * 1e7}
+    directory = damaged(checkpoints["online"], tmp_path / "m", **change)
+    load(directory)
+    with pytest.raises(ValueError, match="mlp.up_proj.weight: its values reach .*beyond float16's"):
+        load(directory, dtype=torch.float16)
 
 
 def test_an_untold_fp8_checkpoint_is_refused(checkpoints, tmp_path):
