@@ -21,8 +21,9 @@ def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
     sizes = {
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
-        "intermediate_size": model.intermediate_size,
     }
+    if model.moe is None or model.moe.dense_layers:  # or no layer has it
+        sizes["intermediate_size"] = model.intermediate_size
     if model.moe is not None:
         sizes["moe_intermediate_size"] = model.moe.intermediate_size
     for name, size in sizes.items():

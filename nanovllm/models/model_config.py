@@ -96,7 +96,12 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
         )
     hidden_size = _size(d, "hidden_size")
     head_dim = _read_head_dim(d, hidden_size, num_heads)
-    max_position_embeddings = _size(d, "max_position_embeddings", maximum=2**31 - 1)
+    max_position_embeddings = check_int(
+        "max_position_embeddings",
+        _required(d, "max_position_embeddings"),
+        minimum=2,  # a token of the prompt and one of the answer
+        maximum=2**31 - 1,
+    )
     sliding_window = read_sliding_window(d, architecture, max_position_embeddings)
     rope_theta, rope_scaling = read_rope(d, max_position_embeddings)
     num_layers = _size(d, "num_hidden_layers", maximum=2**16)

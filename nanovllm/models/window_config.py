@@ -33,7 +33,13 @@ def read_sliding_window(
     has_switch = architecture in _HAS_WINDOW_SWITCH
     if d.get("sliding_window") is None or (has_switch and not _is_on(d)):
         return None
-    window = check_int("sliding_window", d["sliding_window"], minimum=1)
+    window = check_int(
+        "sliding_window",
+        d["sliding_window"],
+        minimum=2,
+        advice="It is how many positions a token sees, and bounds prompt and answer together here; "
+        "null is no window.",
+    )
     if window >= max_position_embeddings:
         return window
     if has_switch:

@@ -193,6 +193,15 @@ def test_a_window_as_long_as_the_context_changes_nothing(caplog, window):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("window", [1, 0, -1, True, False, 64.0, "64", [64], {}], ids=repr)
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Phi3ForCausalLM"])
+def test_a_window_that_holds_no_answer_is_refused(architecture, window):
+    """With 1 the engine started, and refused every prompt."""
+    with pytest.raises(ValueError, match="here/config.json: sliding_window must be .*null is no"):
+        parse_other(architecture, sliding_window=window)
+    assert parse_other(architecture, sliding_window=2).max_context_len == 2
+
+
 def test_a_window_bounds_what_yarn_extends():
     changes = {"sliding_window": 600, "rope_scaling": YARN | {"factor": 8.0}}
     assert parse_other("MistralForCausalLM", **changes).max_context_len == 600
@@ -275,6 +284,7 @@ def test_unused_rope_keys_are_warned_of(caplog):
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings must be from 2 to"),
         ({"attention_bias": "no"}, "attention_bias"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of 'silu', got 'gelu'"),
