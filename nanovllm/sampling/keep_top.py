@@ -59,8 +59,10 @@ def keep_top_reference(
     places = torch.where(has_top_k, vocab_size - top_k, 0).long()
     edge = values.gather(1, places.unsqueeze(1))
     values.masked_fill_(values < edge, float("-inf"))
+    # inf - inf is NaN: an infinite logit is as likely as its equals, and leaves nothing to others.
+    below = torch.where(values == values[:, -1:], 0.0, values - values[:, -1:])
     # A token goes if it and all less likely ones together are no more than what top_p leaves out.
-    is_dropped = values.softmax(dim=1).cumsum(dim=1) <= 1 - top_p.double().unsqueeze(1)
+    is_dropped = below.softmax(dim=1).cumsum(dim=1) <= 1 - top_p.double().unsqueeze(1)
     is_dropped &= (top_p < 1).unsqueeze(1)
     is_dropped[:, -1] = False
     is_dropped |= values == float("-inf")

@@ -41,13 +41,14 @@ def kept_by_sorting(
     """What vLLM keeps of one row: min_p, then top_k, then top_p, each over what is left."""
     scaled = [x / (temperature if temperature >= 1e-5 else 1.0) for x in logits]
     largest = max(scaled)
-    left = [i for i, x in enumerate(scaled) if x >= largest + (math.log(min_p) if min_p else -INF)]
+    floor = largest + math.log(min_p) if min_p else -INF
+    left = [i for i, x in enumerate(scaled) if x >= floor]
     left = [i for i in left if scaled[i] > -INF]
     if 0 < top_k < len(left):
         edge = sorted((scaled[i] for i in left), reverse=True)[top_k - 1]
         left = [i for i in left if scaled[i] >= edge]
     if top_p < 1:
-        weights = {i: math.exp(scaled[i] - largest) for i in left}
+        weights = {i: 1.0 if scaled[i] == largest else math.exp(scaled[i] - largest) for i in left}
         total, above, kept = math.fsum(weights.values()), 0.0, set()
         for i in sorted(left, key=lambda i: (scaled[i], i), reverse=True):
             if not kept or above < top_p * total * (1 - 1e-9):
@@ -115,11 +116,25 @@ def test_special_values_pass_the_filters(keep_top):
     ]  # fmt: skip
     keep_top(logits, *columns(*settings_of_rows))
     expected = [set(), {3}, {5}, {16, 17, 18, 19}, set(range(465, 517)), {7, 11}, {2, 3, 4}]
-    result = kept(logits)
-    assert result[:5] == expected[:5]
-    assert result[6] == expected[6]
-    if keep_top is not keep_top_module.keep_top_reference:  # softmax of infinity is NaN
-        assert result[5] == expected[5]
+    assert kept(logits) == expected
+
+
+@pytest.mark.parametrize("keep_top", KEEP_TOP)
+def test_infinite_logits_share_all_the_mass(keep_top):
+    """The reference made NaN of them, and so ignored top_p."""
+    settings_of_rows = [
+        (1.0, 0.0, 0, 0.9), (0.5, 0.0, 0, 0.4), (1.0, 0.0, 2, 0.6), (1.0, 0.0, 2, 1.0),
+        (0.7, 0.2, 0, 1.0), (0.0, 0.1, 5, 0.1), (1.0, 0.0, 40, 0.99), (2.0, 0.0, 0, 1.0),
+    ]  # fmt: skip
+    logits = make_logits(len(settings_of_rows), 70)
+    logits[::2, 7] = INF
+    logits[1::2, [3, 60, 69]] = INF
+    expected = [
+        kept_by_sorting(row.tolist(), *setting)
+        for row, setting in zip(logits, settings_of_rows, strict=True)
+    ]
+    keep_top(logits, *columns(*settings_of_rows))
+    assert kept(logits) == expected
 
 
 @pytest.mark.parametrize("keep_top", KEEP_TOP)
