@@ -15,6 +15,7 @@ from nanovllm.utils.checks import (
     check_int,
     unknown_name_error,
 )
+from nanovllm.utils.paths import absolute_path, path_text
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -73,7 +74,7 @@ class Config:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "model": _path("model", self.model),
+            "model": _model_path("model", self.model),
             "kvcache_block_size": _block_size(self.kvcache_block_size),
             "device": _device(self.device),
             "dtype": _dtype(self.dtype),
@@ -142,17 +143,16 @@ class Config:
         return cls(model, **options)  # type: ignore[arg-type]  # a path becomes a str in __post_init__
 
 
-def _path(
-    name: str, value: Any, kind: str = "a directory or a hub id, such as 'Qwen/Qwen3-0.6B'"
-) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}.")
-    path = os.fspath(value)
-    if not isinstance(path, str):
-        raise TypeError(f"{name} must be a path of text, got {path!r}. Decode it with os.fsdecode.")
-    if not path.strip():
-        raise ValueError(f"{name} must be {kind}, got {path!r}.")
-    return path
+def _model_path(name: str, value: Any) -> str:
+    """A directory becomes absolute: ranks and a later `wake_up` read it from anywhere."""
+    path = path_text(name, value, "a directory or a hub id, such as 'Qwen/Qwen3-0.6B'")
+    local = os.path.expanduser(path)
+    return absolute_path(name, local) if os.path.isdir(local) else path
+
+
+def _directory(name: str, value: Any) -> str:
+    kind = "a directory with adapter_config.json"
+    return absolute_path(name, os.path.expanduser(path_text(name, value, kind)), kind)
 
 
 def _block_size(value: Any) -> int:
@@ -209,8 +209,8 @@ _SWITCHES = (
     "enable_custom_all_reduce",
 )
 _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
-    "tokenizer": _path,
-    "lora": partial(_path, kind="a directory with adapter_config.json"),
+    "tokenizer": _model_path,
+    "lora": _directory,
     "enable_overlap": check_bool,
     "max_model_len": partial(
         check_int, minimum=2, advice="It counts prompt and answer together; None: the model's."

@@ -191,7 +191,9 @@ def build_processor(
     SamplingParams(**spec.sampling)  # refuses bad values here, not on another machine
     if num_gpus is None:
         num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
-    arguments = {"model": config.model, "engine_options": engine_options, "spec": spec}
+    # As they were checked: a relative path would mean another place where an actor runs.
+    options = {name: getattr(config, name) for name in engine_options}
+    arguments = {"model": config.model, "engine_options": options, "spec": spec}
 
     def process(dataset: Any) -> Any:
         return dataset.map_batches(

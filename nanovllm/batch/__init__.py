@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import tee
 from pathlib import Path
 from threading import Event, Thread
@@ -17,6 +15,7 @@ from typing import Any
 
 from nanovllm.batch.fingerprint import job_fingerprint, known_head_bytes
 from nanovllm.batch.journal import Journal, RefusedOutput, job_path_of
+from nanovllm.batch.options import BatchOptions
 from nanovllm.batch.paths import check_paths
 from nanovllm.batch.progress import BatchProgress, Standing
 from nanovllm.batch.reader import JobReader
@@ -32,28 +31,11 @@ from nanovllm.metrics import StepSample
 from nanovllm.outputs import RequestOutput
 from nanovllm.report import Timeline, TraceWriter, write_report
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 
 __all__ = ["BatchOptions", "BatchSummary", "RefusedOutput", "run_batch"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """What a job reads and writes. `input` may be "-", and gzip or zstd compressed."""
-
-    input: str
-    output: Path
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # for what lines leave open
-    shard: tuple[int, int] = (0, 1)  # lines whose number, counted from 0, is i modulo n
-    fsync_interval_s: float = 5.0
-    overwrite: bool = False  # start anew
-    force_resume: bool = False  # go on with an output file of another model or other parameters
-    window: int | None = None  # requests read ahead of results
-    show_progress: bool = True
-    metrics: Path | None = None
-    report: Path | None = None
-    trace: Path | None = None
 
 
 def run_batch(
@@ -69,10 +51,9 @@ def run_batch(
     ValueError) says why an output file cannot be gone on with.
     """
     config = Config.from_options(model, engine_options)
+    size = check_int("data_parallel_size", data_parallel_size, minimum=1)
     SamplingParams(**options.sampling)  # refuses bad defaults before any work starts
-    if options.input != "-" and not Path(options.input).exists():
-        raise ValueError(f"The input {options.input} does not exist.")
-    _check_options(options)
+    _check_files(options)
     job = job_fingerprint(
         config,
         options.sampling,
@@ -97,14 +78,16 @@ def run_batch(
                 "be gone on with by custom_id only: give every line one, or pass --overwrite."
             )
         started = time.monotonic()
-        llm = _make_llm(model, data_parallel_size, engine_options)
+        # As they were checked: relative paths are those of before.
+        checked = {name: getattr(config, name) for name in engine_options}
+        llm = _make_llm(config.model, size, checked)
         stack.callback(llm.close)
         summary = BatchSummary(
             num_done_before=journal.num_finished,
             num_failed_before=journal.num_errors,
             load_s=time.monotonic() - started,
         )
-        run = _Run(llm, config, options, journal, summary, drain)
+        run = _Run(llm, os.fspath(model), config.seed, options, journal, summary, drain)
         try:
             run.go()
         finally:
@@ -112,21 +95,11 @@ def run_batch(
     return summary
 
 
-def _check_options(options: BatchOptions) -> None:
-    """ValueError for what cannot be right. Nothing was opened before, or is here."""
-    if not (math.isfinite(options.fsync_interval_s) and options.fsync_interval_s >= 0):
-        raise ValueError(
-            f"fsync_interval_s must be a number of seconds, 0 or more, got "
-            f"{options.fsync_interval_s}."
-        )
-    if options.window is not None and options.window < 1:
-        raise ValueError(f"window must be at least 1, got {options.window}.")
-    which, num_shards = options.shard
-    if not 0 <= which < num_shards:
-        raise ValueError(f"shard must be (i, n) with i from 0 to n-1, got {options.shard}.")
+def _check_files(options: BatchOptions) -> None:
+    """ValueError for files that cannot be right. Nothing was opened before, or is here."""
     output = options.output
-    if str(output) == "-":
-        raise ValueError("output must be a file, which a job can be gone on with, not '-'.")
+    if options.input != "-" and not Path(options.input).exists():
+        raise ValueError(f"The input {options.input} does not exist.")
     if output.exists() and not output.is_file():
         raise RefusedOutput(f"The output {output} is no file that a job could be gone on with.")
     check_paths(
@@ -155,7 +128,8 @@ class _Run:
     def __init__(
         self,
         llm: LLM | DataParallelLLM,
-        config: Config,
+        model: str,
+        seed: int,
         options: BatchOptions,
         journal: Journal,
         summary: BatchSummary,
@@ -166,12 +140,12 @@ class _Run:
         self._journal = journal
         self._summary = summary
         self._drain = drain
-        self._model = Path(config.model).name
+        self._model = Path(model).name
         defaults = {**changed_fields(llm.get_default_sampling_params()), **options.sampling}
         self._source = LineSource(options.input, drain)
         self._reader = JobReader(
             self._source,
-            LineParser(config.model, config.seed, defaults),
+            LineParser(model, seed, defaults),
             journal,
             llm.get_tokenizer(),
             shard=options.shard,

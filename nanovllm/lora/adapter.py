@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,10 +83,10 @@ def load_adapter(directory: str | Path) -> Adapter:
 
 def _directory(path: str | Path) -> Path:
     directory = Path(path).expanduser()
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # False also for what cannot be looked at
         raise ValueError(
-            f"lora {str(path)!r} is not a directory. It must be a local one with {CONFIG_NAME} "
-            f"and {WEIGHTS_NAME}, as PEFT's save_pretrained writes it."
+            f"lora {str(path)!r:.200} is not a directory. It must be a local one with "
+            f"{CONFIG_NAME} and {WEIGHTS_NAME}, as PEFT's save_pretrained writes it."
         )
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():

@@ -23,7 +23,7 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def find_model(model: str) -> Path:
-    """The local directory of `model`: itself, or what the hub (or its cache) has under that id."""
+    """The absolute directory of `model`: itself, or what the hub (or its cache) has as that id."""
     advice = (
         "Pass the directory of a downloaded model: config.json, *.safetensors, tokenizer files."
     )
@@ -34,7 +34,7 @@ def find_model(model: str) -> Path:
         shown = model if len(model) <= 200 else f"{model[:200]}..."
         raise ValueError(f"model {shown!r} is no directory ({error!s:.200}). {advice}") from error
     if is_directory:
-        return directory
+        return directory.absolute()
     if exists:
         raise ValueError(f"model {model!r} is a file. {advice}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
@@ -42,7 +42,7 @@ def find_model(model: str) -> Path:
             f"model {model!r} is no directory, and no hub id such as 'Qwen/Qwen3-0.6B'. {advice}"
         )
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS)).absolute()
     except (OSError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(
             f"model {model!r} is no directory, and fetching it from the hub failed "

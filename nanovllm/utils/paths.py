@@ -1,0 +1,37 @@
+"""Paths that users give: checked, and made independent of the current directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+
+def path_text(name: str, value: Any, kind: str = "a path") -> str:
+    """Return `value` as a str, or raise what says that it must be `kind`; nothing need exist."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}.")
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a path of text, got {path!r}. Decode it with os.fsdecode.")
+    if not path.strip():
+        raise ValueError(f"{name} must be {kind}, got {path!r}.")
+    return path
+
+
+def absolute_path(name: str, value: Any, kind: str = "a path") -> str:
+    """As `path_text`, absolute from the current directory as it is now; links are kept.
+
+    ValueError also where no file could have that path, as it is too long.
+    """
+    path = path_text(name, value, kind)
+    reason = "a NUL byte is in it" if "\0" in path else ""
+    try:
+        path = path if reason else os.path.abspath(path)
+        os.lstat(path)
+    except (OSError, ValueError) as error:  # characters that no file name can have, too
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            reason = reason or (error.strerror or "" if isinstance(error, OSError) else str(error))
+    if reason:
+        raise ValueError(f"{name} must be {kind}, got {path!r:.200}: {reason}.")
+    return path
