@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hypothesis import strategies as st
+
+# Examples of each kind; NANOVLLM_FUZZ=3000 for a night.
+NUM_EXAMPLES = int(os.environ.get("NANOVLLM_FUZZ", "40"))
 
 # At every edge that a check has, and at those that it might have forgotten.
 NUMBERS = st.sampled_from(

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from fuzz.json_values import VALUES, mutated
+from fuzz.json_values import NUM_EXAMPLES, VALUES, mutated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,25 +66,25 @@ def encoded(data: object) -> bytes:
     return json.dumps(data).encode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=5 * NUM_EXAMPLES, deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_bad_line(data):
     assert isinstance(outcome(data), BadLine)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=5 * NUM_EXAMPLES, deadline=None)
 @given(st.sampled_from(LINES).flatmap(lambda line: mutated(line, EXTRA)))
 def test_mutated_lines_are_jobs_or_have_reasons(data):
     outcome(encoded(data))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=2 * NUM_EXAMPLES, deadline=None)
 @given(mutated(CHAT, EXTRA))
 def test_mutated_bodies_are_jobs_or_have_reasons(body):
     outcome(encoded({**LINES[3], "body": body}))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=2 * NUM_EXAMPLES, deadline=None)
 @given(
     st.sampled_from(LINES).map(encoded),
     st.integers(0, 400),
@@ -186,7 +186,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=2 * NUM_EXAMPLES, deadline=None)
 @given(VALUES)
 def test_any_value_as_a_whole_line(value):
     if not isinstance(value, dict):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.json_values import VALUES, mutated, short
+from fuzz.json_values import NUM_EXAMPLES, VALUES, mutated, short
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_adapters import write_adapter
@@ -30,8 +30,6 @@ from nanovllm.utils.loader import INDEX_NAME, tensor_shapes
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 16}
 ROOM_BYTES = 1 << 30
-# Examples of each kind of file; NANOVLLM_FUZZ=3000 for a night.
-NUM_EXAMPLES = int(os.environ.get("NANOVLLM_FUZZ", "40"))
 
 
 def fuzzed(strategy: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:

@@ -185,6 +185,9 @@ def test_longrope_is_refused():
     longrope = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     with pytest.raises(ValueError, match="rope_type 'longrope', which is not supported"):
         parse_other("Phi3ForCausalLM", rope_scaling=longrope)
+    # So transformers reads the name that the first checkpoints had; as YaRN it gave wrong text.
+    with pytest.raises(ValueError, match="rope_type 'yarn' is not supported for Phi-3"):
+        parse_other("Phi3ForCausalLM", rope_scaling={**longrope, "type": "yarn", "factor": 2.0})
 
 
 @pytest.mark.parametrize("window", [None, 512, 4096])
