@@ -38,13 +38,13 @@ def with_quantization(model: ModelConfig, config: Config, device: torch.device) 
         return model
     if model.moe is not None:
         raise ValueError(
-            f"Mixtures of experts ({model.architecture}) do not run with fp8 weights yet. "
+            f"{config.model}: mixtures of experts ({model.architecture}) do not run with fp8 weights yet. "
             "Use a checkpoint in bfloat16 without quantization='fp8'."
         )
     if model.quantization is not None and config.lora is not None:
         raise ValueError(
-            "lora cannot be merged into weights that the checkpoint has in fp8. Use the checkpoint "
-            "in bfloat16 with quantization='fp8', which quantises what was merged."
+            f"{config.model}: lora cannot be merged into weights that the checkpoint has in fp8. "
+            "Use the checkpoint in bfloat16 with quantization='fp8', which quantises what was merged."
         )
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -55,21 +55,23 @@ def with_quantization(model: ModelConfig, config: Config, device: torch.device) 
                 "without quantization='fp8'."
             )
     if FORMATS[name].group_size is not None:
-        _check_blocks(model, config.tensor_parallel_size)
+        _check_blocks(model, config)
     return replace(model, quantization=name)
 
 
-def _check_blocks(model: ModelConfig, tp_size: int) -> None:
+def _check_blocks(model: ModelConfig, config: Config) -> None:
     """A block of one scale may not belong to two projections or two ranks."""
+    tp_size = config.tensor_parallel_size
     parts = {
         "q": model.num_heads * model.head_dim // tp_size,
         "k and v": max(1, model.num_kv_heads // tp_size) * model.head_dim,
         "gate, up and down": model.intermediate_size // tp_size,
     }
+    advice = "Choose another tensor_parallel_size" if tp_size > 1 else "Use one in bfloat16"
     for name, size in parts.items():
         if size % BLOCK:
             raise ValueError(
-                f"The checkpoint has a scale for each {BLOCK} x {BLOCK} block of its weights, but "
-                f"a rank's part of {name} is {size} wide with tensor_parallel_size = {tp_size}, "
-                f"no multiple of {BLOCK}. Choose another tensor_parallel_size."
+                f"{config.model}: the checkpoint has a scale for each {BLOCK} x {BLOCK} block of "
+                f"its weights, but a rank's part of {name} is {size} wide with "
+                f"tensor_parallel_size = {tp_size}, no multiple of {BLOCK}. {advice}."
             )

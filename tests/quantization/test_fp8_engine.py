@@ -226,7 +226,7 @@ def test_a_gpu_without_fp8_is_named(demo_model, monkeypatch):
 def test_mixtures_of_experts_are_refused_before_any_work(demo_model):
     moe = MoeConfig(8, 2, 64, norm_topk_prob=True, dense_layers=())
     model = replace(load_model_config(demo_model), moe=moe)
-    with pytest.raises(ValueError, match="Mixtures of experts .* do not run with fp8"):
+    with pytest.raises(ValueError, match="mixtures of experts .* do not run with fp8"):
         with_quantization(model, Config("m", quantization="fp8"), torch.device("cpu"))
 
 
