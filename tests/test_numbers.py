@@ -20,6 +20,7 @@ from number_checks import (
     prompts_of,
 )
 from oracle import MARGIN, Oracle
+from safetensors.torch import load_file
 from tiny_models import write_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
@@ -158,3 +159,21 @@ def test_a_record_of_a_hundred_megabytes_survives():
     )
     again = SchedulerOutput.from_bytes(output.to_bytes())
     assert again.prefill is not None and np.array_equal(again.prefill.token_ids, ints)
+
+
+@pytest.mark.slow
+def test_a_weight_of_a_hundred_megabytes_reaches_every_rank(tmp_path, make_llm):
+    """The largest message that ranks are sent: a whole tensor, here the embedding's."""
+    shape = {"vocab_size": 300_000, "hidden_size": 96, "tie_word_embeddings": True}
+    model = write_tiny_qwen3(tmp_path / "model", **shape)
+    prompt, params = [299_999, 5, 150_000], SamplingParams(temperature=0, max_tokens=4)
+    options = {**ENGINE, "num_kvcache_blocks": 8, "tensor_parallel_size": 2}
+    llm = make_llm(model, **options)
+    before = llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"]
+    name = "model.embed_tokens.weight"
+    weight = load_file(model / "model.safetensors")[name]
+    assert weight.nbytes > 100 * 10**6
+    turned = weight.roll(1, dims=0)  # each token is now called by the next number
+    llm.load_weights([(name, turned)])
+    after = llm.generate([[0, 6, 150_001]], params, use_tqdm=False)[0]["token_ids"]
+    assert after == [(token_id + 1) % 300_000 for token_id in before]

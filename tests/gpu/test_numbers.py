@@ -38,29 +38,43 @@ def oracle(model):
     return Oracle(model)
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_lengths_batches_and_chunks_in_float32(model, oracle, enforce_eager):
+@pytest.mark.parametrize(
+    ("enforce_eager", "backend", "block_size"),
+    [(False, "auto", 16), (True, "auto", 48), (False, "auto", 256), (True, "sdpa", 128)],
+)
+def test_lengths_batches_and_chunks_in_float32(model, oracle, enforce_eager, backend, block_size):
     """Every edge of block, chunk and context, then batches around every graph size."""
     options: dict[str, Any] = {"max_num_batched_tokens": 100, "max_num_seqs": 40}
     with LLM(
         model,
         dtype="float32",
         enforce_eager=enforce_eager,
-        kvcache_block_size=16,
-        num_kvcache_blocks=400,
+        attention_backend=backend,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=6400 // block_size,
         max_model_len=LONGEST,
         **options,
     ) as llm:
-        lengths = edge_lengths(LONGEST, 16, 100)
+        lengths = edge_lengths(LONGEST, block_size, 100)
         check_tokens(llm, oracle, prompts_of(lengths, 500), 3, MARGIN)
-        prompts = prompts_of([5 + i % 20 for i in range(41)], 500, seed=1)
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         # Downward too: rows of a larger batch must not show in the padding of a smaller one.
         sizes = edge_batches(40)
-        for size in [*sizes, *reversed(sizes)]:
-            outputs = llm.generate(prompts[:size], params, use_tqdm=False)
-            for prompt, output in zip(prompts[:size], outputs, strict=True):
-                oracle.check_greedy(prompt, output["token_ids"], MARGIN)
+        check_batches(llm, oracle, [*sizes, *reversed(sizes)])
+
+
+def check_batches(llm: LLM, oracle: Oracle, sizes: list[int]) -> None:
+    prompts = prompts_of([5 + i % 20 for i in range(41)], 500, seed=1)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for size in sizes:
+        batch = (prompts * (size // 41 + 1))[:size]
+        for prompt, output in zip(batch, llm.generate(batch, params, use_tqdm=False), strict=True):
+            oracle.check_greedy(prompt, output["token_ids"], MARGIN)
+
+
+def test_batches_around_every_graph_size_of_the_default(model, oracle):
+    with LLM(model, dtype="float32", num_kvcache_blocks=600, max_model_len=64) as llm:
+        assert llm._engine.config.max_num_seqs == 512
+        check_batches(llm, oracle, [size for size in edge_batches(512) if size > 41])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,7 +123,7 @@ def test_halves_are_as_near_as_transformers_own(model, oracle, backend, dtype, b
     assert sum(distances) / len(distances) <= 3 * distance + 0.05
 
 
-@pytest.mark.parametrize("vocab_size", [33, 151_937, 300_000])
+@pytest.mark.parametrize("vocab_size", [32, 33, 151_937, 300_000])
 def test_vocabularies_of_every_size(tmp_path, vocab_size):
     """Neither a power of two nor a multiple of a kernel's tile; the last token is found too."""
     model = write_tiny_qwen3(tmp_path / "model", vocab_size=vocab_size)
