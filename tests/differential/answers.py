@@ -33,6 +33,10 @@ class Alone:
         self._known: dict[Any, RequestOutput] = {}
         self.num_near_ties = 0
 
+    def forget(self) -> None:
+        """Between workloads, which share no requests: log-probabilities take megabytes each."""
+        self._known.clear()
+
     def answer(self, prompt: Any, params: SamplingParams) -> RequestOutput:
         key = (repr(prompt), params)
         if key not in self._known:

@@ -33,6 +33,7 @@ def run_workloads(numbers, model_dir, alone) -> None:
             workload.run()
         except Exception as error:
             failures.append(f"workload {number}: {type(error).__name__}: {error!s:.2000}")
+        alone.forget()
         for name in ("num_requests", "num_tokens", "num_aborts", "num_faults"):
             totals[name] += getattr(workload, name)
     print(len(numbers), "workloads,", dict(totals), alone.num_near_ties, "near ties")
