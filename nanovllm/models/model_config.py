@@ -106,8 +106,8 @@ def _read(cls: type[ModelConfig], d: dict[str, Any]) -> ModelConfig:
     rope_theta, rope_scaling = read_rope(d, max_position_embeddings)
     if rope_scaling is not None and architecture == "Phi3ForCausalLM":
         raise ValueError(
-            f"rope_type {rope_scaling.rope_type!r} is not supported for Phi-3: its checkpoints have "
-            "no scaling or LongRoPE, which early ones call 'su' or 'yarn', and that is not here."
+            f"rope_type {rope_scaling.rope_type!r} is not supported for Phi-3: its checkpoints "
+            "have no scaling or LongRoPE, which early ones call 'su' or 'yarn': also unsupported."
         )
     num_layers = _size(d, "num_hidden_layers", maximum=2**16)
     return cls(

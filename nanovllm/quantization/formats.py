@@ -38,13 +38,13 @@ def with_quantization(model: ModelConfig, config: Config, device: torch.device) 
         return model
     if model.moe is not None:
         raise ValueError(
-            f"{config.model}: mixtures of experts ({model.architecture}) do not run with fp8 weights yet. "
-            "Use a checkpoint in bfloat16 without quantization='fp8'."
+            f"{config.model}: mixtures of experts ({model.architecture}) do not run with fp8 "
+            "weights yet. Use a checkpoint in bfloat16 without quantization='fp8'."
         )
     if model.quantization is not None and config.lora is not None:
         raise ValueError(
             f"{config.model}: lora cannot be merged into weights that the checkpoint has in fp8. "
-            "Use the checkpoint in bfloat16 with quantization='fp8', which quantises what was merged."
+            "Use the one in bfloat16 with quantization='fp8', which quantises what was merged."
         )
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
