@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanovllm.frontend.request_builder import BadPrompt
+from nanovllm.utils.checks import check_bool
 
 _EXAMPLE = "{'role': 'user', 'content': 'Hello'}"
 # What `chat` has arguments for, and what it decides itself.
@@ -36,6 +37,12 @@ def chat_prompts(
 
     ValueError or TypeError where nothing can be right: no template, options that contradict.
     """
+    check_bool("add_generation_prompt", add_generation_prompt)
+    check_bool("continue_final_message", continue_final_message)
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise TypeError(f"chat_template must be a Jinja template, got {chat_template!r:.80}.")
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise TypeError(f"tools must be a list of functions or JSON schemas, got {tools!r:.80}.")
     if add_generation_prompt and continue_final_message:
         raise ValueError(
             "continue_final_message=True continues the last message, so nothing may come after it. "

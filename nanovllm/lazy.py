@@ -14,6 +14,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import ReadAhead
 from nanovllm.run_requests import error_output, step_whole
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 
 _MAX_CHUNK = 128  # prompts tokenised at once, in a thread while the device works
 _POLL_S = 0.1  # how soon a drain is seen while the iterable blocks
@@ -50,6 +51,13 @@ def _paired(
                 f"sampling_params[{index}] must be a SamplingParams, got {type(one).__name__}."
             )
         yield prompt, one
+
+
+def checked_window(window: Any, drain: Any, *, default: int) -> int:
+    """Check what `generate_iter` is given beside its prompts; return the window."""
+    if drain is not None and not callable(getattr(drain, "is_set", None)):
+        raise TypeError(f"drain must be a threading.Event or None, got {drain!r:.80}.")
+    return default if window is None else check_int("window", window, minimum=1)
 
 
 def iterate(

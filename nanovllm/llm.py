@@ -13,13 +13,13 @@ from nanovllm.config import Config
 from nanovllm.frontend.llm_engine import LLMEngine
 from nanovllm.frontend.request_builder import params_list, prompt_list
 from nanovllm.generation_defaults import default_sampling_params
-from nanovllm.lazy import iterate, paired, stream_text
+from nanovllm.lazy import checked_window, iterate, paired, stream_text
 from nanovllm.metrics import StepSample, StepSampler
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_prompts, step_whole, without_interrupts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import score_continuations
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_callable, check_int
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class LLM:
         `error` set. Closing the generator aborts what is open; setting `drain`, from any thread,
         lets what runs finish and drops the rest.
         """
-        window = check_int("window", window or 4 * self._engine.config.max_num_seqs, minimum=1)
+        window = checked_window(window, drain, default=4 * self._engine.config.max_num_seqs)
         pairs = paired(prompts, self._params_or_default(sampling_params))
         return iterate(self._engine, pairs, window=window, drain=drain)
 
@@ -188,7 +188,11 @@ class LLM:
 
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests where they stand; return what they had, with finish_reason "abort"."""
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        is_many = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+        ids: list[Any] = list(request_id) if is_many else [request_id]
+        for item in ids:
+            if not isinstance(item, str):
+                raise TypeError(f"request_id must be a string or several, got {item!r:.80}.")
         return self._engine.abort(ids)
 
     # ---- facts and life
@@ -214,10 +218,13 @@ class LLM:
 
     def observe_steps(self, sink: Callable[[StepSample], None] | None) -> None:
         """Call `sink` with what each step did, from now on; None: no more."""
+        check_callable("sink", sink)
         self._engine.on_step = None if sink is None else StepSampler(self.metrics, sink)
 
     def give_up_waiting(self, max_num_requests: int | None = None) -> list[str]:
         """Abort added requests that have not begun to run, last come first; return their ids."""
+        if max_num_requests is not None:
+            max_num_requests = check_int("max_num_requests", max_num_requests, minimum=0)
         return self._engine.give_up_waiting(max_num_requests)
 
     def get_tokenizer(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 
 try:
     # The harness registers its own models only while there are none yet.
@@ -65,6 +66,10 @@ class NanoVLLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
+        limits = {"max_length": max_length, "max_gen_toks": max_gen_toks}
+        for name, value in limits.items():
+            if value is not None:
+                check_int(name, value, minimum=1)
         for name in _NOT_OURS:
             options.pop(name, None)
         if options.get("device") == "cuda:0":  # the harness's default, on any machine

@@ -22,6 +22,7 @@ from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,9 @@ def build_processor(
         engine_options: as for `LLM`
     """
     config = Config.from_options(model, engine_options)
+    batch_size = check_int("batch_size", batch_size, minimum=1)
+    for number in concurrency if isinstance(concurrency, tuple) else (concurrency,):
+        check_int("concurrency", number, minimum=1)
     spec = RowSpec(
         prompt_column=messages_column or prompt_column,
         output_column=output_column,

@@ -13,6 +13,7 @@ from nanovllm.frontend.output_processor import Request
 from nanovllm.frontend.request_builder import BadPrompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import InterruptFlag
 from nanovllm.utils.progress import Progress
 
@@ -33,6 +34,7 @@ def run_prompts(
     add_special_tokens: bool = True,
 ) -> list[RequestOutput]:
     """Tokenise and check all prompts, run them, and return their outputs in order."""
+    check_bool("return_errors", return_errors)
     with Progress(use_tqdm, len(prompts)) as progress, _quiet_collector():
         built = engine.builder.build(
             prompts,

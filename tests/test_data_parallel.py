@@ -156,9 +156,48 @@ def test_a_job_on_two_engines_is_the_job_on_one_and_can_be_gone_on_with(tmp_path
     assert "2 engines together" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_model_len": 10**6}, ValueError, "max_model_len = 1000000 exceeds the"),
+        ({"max_num_seq": 3}, TypeError, "Did you mean 'max_num_seqs'"),
+        ({"lora": "/no/such"}, ValueError, "lora '/no/such' is not a directory"),
+        ({"tokenizer": "/no/such"}, ValueError, "'/no/such' is no directory"),
+        ({"tensor_parallel_size": 3}, ValueError, "num_key_value_heads = 2 cannot be split"),
+        ({"kv_cache_dtype": "fp8", "attention_backend": "flash_attn"}, ValueError, "cannot read"),
+        ({"max_model_len": 1.5}, TypeError, "max_model_len must be an int"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_for_every_engine_is_told_before_any_starts(
+    monkeypatch, options, error, match
+):
+    """It was once the RuntimeError of a process that had died of it."""
+    monkeypatch.setattr("nanovllm.data_parallel.EngineProcess", None)
+    with pytest.raises(error, match=match) as of_many:
+        DataParallelLLM(MODEL, data_parallel_size=2, **{**ENGINE, **options})
+    with pytest.raises(error) as of_one:
+        LLM(MODEL, **{**ENGINE, **options})
+    assert str(of_many.value) == str(of_one.value)
+
+
 def test_an_engine_that_does_not_start_says_why():
-    with pytest.raises(RuntimeError, match=r"Engine 0 ended with exit code 1[\s\S]*max_model_len"):
-        DataParallelLLM(MODEL, data_parallel_size=1, **ENGINE, max_model_len=10**6)
+    """As LLM would have said it; what tells which engine it was stands below."""
+    options = {**ENGINE, "num_kvcache_blocks": 2**45}
+    with pytest.raises(ValueError, match=r"^A KV cache of 35184372088832 blocks") as caught:
+        DataParallelLLM(MODEL, data_parallel_size=1, **options)
+    (note,) = caught.value.__notes__
+    assert note.startswith("Engine 0 failed:\nTraceback") and "init_kv_cache" in note
+
+
+def test_the_numbers_of_a_call_are_checked(two_engines):
+    for window, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"window must be .*got {window}"):
+            two_engines.generate_iter(["a"], window=window)
+    with pytest.raises(TypeError, match="return_errors must be True or False, got 'no'"):
+        two_engines.generate(["a"], return_errors="no")
+    with pytest.raises(TypeError, match="sink must be a function or None, got 3"):
+        two_engines.observe_steps(3)
 
 
 def test_cores_are_shared_out_on_a_cpu(monkeypatch):

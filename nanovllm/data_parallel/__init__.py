@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 from threading import Event
 from typing import Any
 
+import torch
+
 from nanovllm.config import Config
 from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, RunItem
 from nanovllm.data_parallel.job import Job, Open
@@ -32,19 +34,18 @@ from nanovllm.frontend.request_builder import (
     params_list,
     prompt_list,
 )
+from nanovllm.frontend.start_up import checked_on, read_model
 from nanovllm.generation_defaults import default_sampling_params
-from nanovllm.lazy import paired
+from nanovllm.lazy import checked_window, paired
 from nanovllm.metrics import Metrics, StepSample
-from nanovllm.models.model_config import load_model_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import AllAtOnce, ReadAhead
 from nanovllm.run_requests import NOTHING_STARTED, checked, error_output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_bool, check_callable, check_int
 from nanovllm.utils.interrupt import InterruptFlag
 from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.progress import Progress
-from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ class DataParallelLLM:
         self.faults: list[str] = []  # what to tell the user about engines that died
         self._sink: Callable[[StepSample], None] | None = None
         self._is_running = False
-        self._model_dir = find_model(config.model)
+        # What is wrong for every engine is told here, before any starts.
+        self._files = read_model(config)
+        checked_on(torch.device("cpu"), config, self._files.model_config)
         self._engines: list[EngineProcess] = []
         self._finalizer = weakref.finalize(self, _close_all, self._owner, self._engines)
         # Registered last, so called first: multiprocessing would wait for the processes for ever.
@@ -88,22 +91,16 @@ class DataParallelLLM:
         self._builder = self._make_builder(facts)
 
     def _make_builder(self, facts: list[EngineFacts]) -> RequestBuilder:
-        model_config = load_model_config(self._model_dir)
-        config = self._config
-        tokenizer = load_tokenizer(
-            self._model_dir if config.tokenizer is None else find_model(config.tokenizer)
-        )
+        files = self._files
         limits = Limits(
             self.max_model_len,
             min(item.num_cache_tokens for item in facts),
-            model_config.vocab_size,
+            files.model_config.vocab_size,
             allows_processors=False,
         )
-        eos_ids = stop_token_ids(
-            self._model_dir, tokenizer, model_config.eos_token_ids, model_config.vocab_size
-        )
+        seed = self._config.seed
         return RequestBuilder(
-            tokenizer, limits, eos_ids, config.seed, is_taken=lambda request_id: False
+            files.tokenizer, limits, files.eos_ids, seed, is_taken=lambda request_id: False
         )
 
     # ---- what LLM has
@@ -117,6 +114,7 @@ class DataParallelLLM:
         return_errors: bool = False,
     ) -> list[RequestOutput]:
         """As `LLM.generate`: the same outputs in the same order, from all engines."""
+        check_bool("return_errors", return_errors)
         items, _ = prompt_list(prompts)
         params = params_list(self._params_or_default(sampling_params), len(items))
         built = self._builder.build(items, params)
@@ -148,24 +146,26 @@ class DataParallelLLM:
             return ReadAhead(self._builder, pairs, _CHUNK, on_ready=on_ready)
 
         num_alive = max(sum(engine.is_alive for engine in self._engines), 1)
-        window = window or 4 * self._config.max_num_seqs * num_alive
+        default = 4 * self._config.max_num_seqs * num_alive
+        window = checked_window(window, drain, default=default)
         return self._run(start, window=window, drain=drain)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer. ValueError where it has none."""
         if self._builder.tokenizer is None:
-            raise ValueError(f"{self._model_dir} has no tokenizer.")
+            raise ValueError(f"{self._files.directory} has no tokenizer.")
         return self._builder.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config asks for."""
-        return default_sampling_params(self._model_dir)
+        return default_sampling_params(self._files.directory)
 
     def _params_or_default(self, sampling_params: Any) -> Any:
         return self.get_default_sampling_params() if sampling_params is None else sampling_params
 
     def observe_steps(self, sink: Callable[[StepSample], None] | None) -> None:
         """Call `sink` with what each step of each engine did, a moment later; None: no more."""
+        check_callable("sink", sink)
         self._sink = sink
         for engine in self._alive():
             engine.send(("observe", sink is not None))
@@ -332,7 +332,7 @@ class DataParallelLLM:
                 yield from self._bury(engine, job)
                 continue
             if kind == "failed":
-                engine.failure = payload
+                engine.failure = payload.trace
             elif kind == "returned":
                 self._take_back(engine, payload, job)
             else:

@@ -6,7 +6,6 @@ import multiprocessing
 import queue
 import threading
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.environment import environment
 from nanovllm.utils.interrupt import leave_signals_to_parent, signals_held_back
 from nanovllm.utils.processes import end_with_parent
+from nanovllm.utils.remote_error import RemoteError
 
 _REPORT_INTERVAL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
@@ -91,14 +91,15 @@ class EngineProcess:
         self.num_open_seqs = 0
 
     def wait_until_ready(self) -> EngineFacts:
-        """Wait for the engine to load; RuntimeError with its traceback if it does not."""
+        """Wait for the engine to load; if it does not, its own error, or how it ended."""
         try:
             kind, payload = self.connection.recv()
         except (EOFError, OSError):
-            kind, payload = "failed", ""
+            raise RuntimeError(self.end()) from None
         if kind == "failed":
-            self.failure = payload
-            raise RuntimeError(self.end())
+            error: RemoteError = payload
+            self.end()
+            raise error.rebuilt(f"Engine {self.number}")
         facts: EngineFacts = payload
         return facts
 
@@ -157,9 +158,9 @@ def _run_engine(number: int, config: Config, connection: Connection) -> None:
             _Server(number, llm, connection).serve()
     except (EOFError, OSError):
         pass  # the parent is gone
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
-            connection.send(("failed", traceback.format_exc()))
+            connection.send(("failed", RemoteError.of(error)))
         raise SystemExit(1) from None
 
 

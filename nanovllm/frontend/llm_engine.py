@@ -16,26 +16,23 @@ from nanovllm.engine.executor import StepFuture, make_executor
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import SamplingFeature, SchedulerOutput
+from nanovllm.frontend.file_stamps import check_unchanged
 from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
 from nanovllm.frontend.start_up import (
-    check_kv_cache,
-    check_positions,
-    check_ranks,
+    ModelFiles,
+    checked_on,
     memory_errors_named,
-    prefix_root,
+    read_model,
     step_memory_errors_named,
 )
 from nanovllm.frontend.weight_update import replace_weights, weight_list
 from nanovllm.metrics import Metrics, Stopwatch
-from nanovllm.models.model_config import load_model_config
-from nanovllm.models.size_check import check_sizes
 from nanovllm.outputs import RequestOutput
-from nanovllm.quantization.formats import with_quantization
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.exclusive import Exclusive
 from nanovllm.utils.owner import Owner, never_free
-from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -55,53 +52,30 @@ class LLMEngine:
         self._owner = Owner("LLM")
         self.metrics = Metrics()
         self.on_step: Callable[[Metrics, tuple[int, int, float]], None] | None = None
-        directory = find_model(config.model)
-        model_config = load_model_config(directory)
-        tokenizer = load_tokenizer(
-            directory if config.tokenizer is None else find_model(config.tokenizer)
-        )
-        eos_ids = stop_token_ids(
-            directory, tokenizer, model_config.eos_token_ids, model_config.vocab_size
-        )
-        max_len = config.max_model_len or model_config.max_context_len
-        if max_len > model_config.max_context_len:
-            raise ValueError(
-                f"max_model_len = {max_len} exceeds the {model_config.max_context_len} positions "
-                f"of {config.model}. Lower it."
-            )
+        files = read_model(config)
         device = resolve_device(config.device)
-        check_ranks(model_config, config.tensor_parallel_size, device)
-        check_kv_cache(config, model_config.head_dim, device)
-        check_positions(config, model_config, max_len, directory)
-        if config.load_format == "auto":
-            check_sizes(model_config, directory)
-        root_hash = prefix_root(config, model_config, directory)
-        model_config = with_quantization(model_config, config, device)
+        model_config = checked_on(device, config, files.model_config)
         overlap = config.enable_overlap
         self._enable_overlap = device.type == "cuda" if overlap is None else overlap
         self.config = config
         self.model_config = model_config
-        self.model_dir = directory
+        self.model_dir = files.directory
+        self._files = files
         with memory_errors_named(config):
-            self._executor = make_executor(config, model_config, directory, max_model_len=max_len)
+            self._executor = make_executor(
+                config, model_config, files.directory, max_model_len=files.max_len
+            )
             try:
-                self._build(self._executor.init_kv_cache(), max_len, tokenizer, eos_ids, root_hash)
+                self._build(self._executor.init_kv_cache(), files)
             except BaseException:
                 self._executor.close()
                 raise
 
-    def _build(
-        self,
-        num_blocks: int,
-        max_len: int,
-        tokenizer: Any | None,
-        eos_ids: list[int],
-        root_hash: int,
-    ) -> None:
+    def _build(self, num_blocks: int, files: ModelFiles) -> None:
         """Make the host's side of the engine around a device side that is ready."""
         config, model_config = self.config, self.model_config
         num_cache_tokens = num_blocks * config.kvcache_block_size
-        self.max_model_len = self._bounded_len(max_len, num_cache_tokens)
+        self.max_model_len = self._bounded_len(files.max_len, num_cache_tokens)
         limits = Limits(
             self.max_model_len,
             num_cache_tokens,
@@ -115,12 +89,12 @@ class LLMEngine:
                     num_blocks,
                     config.kvcache_block_size,
                     enable_prefix_caching=config.enable_prefix_caching,
-                    root_hash=root_hash,
+                    root_hash=files.root_hash,
                 ),
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=max_len,
-                eos_token_ids=eos_ids,
+                max_model_len=files.max_len,
+                eos_token_ids=files.eos_ids,
                 vocab_size=model_config.vocab_size,
                 enable_request_reordering=config.enable_request_reordering,
             )
@@ -128,9 +102,9 @@ class LLMEngine:
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler()
         self.builder = RequestBuilder(
-            tokenizer, limits, eos_ids, config.seed, is_taken=self._is_taken
+            files.tokenizer, limits, files.eos_ids, config.seed, is_taken=self._is_taken
         )
-        self.processor = OutputProcessor(tokenizer)
+        self.processor = OutputProcessor(files.tokenizer)
         self._exclusive = Exclusive()
         self._in_flight: deque[_Launched] = deque()
         self._unclaimed: list[RequestOutput] = []
@@ -284,8 +258,8 @@ class LLMEngine:
 
     def sleep(self, level: int) -> None:
         """Free the KV cache (level 1), and the weights (level 2), on every rank."""
-        if level not in (1, 2):
-            raise ValueError(f"level must be 1 (KV cache) or 2 (weights too), got {level!r}.")
+        advice = "1 frees the KV cache, 2 the weights too."
+        level = check_int("level", level, minimum=1, maximum=2, advice=advice)
         with self._exclusive.use():
             self._check_idle("sleep")
             if level > self._sleep_level:
@@ -298,6 +272,8 @@ class LLMEngine:
         self._check_open()
         with self._exclusive.use():
             if self._sleep_level:
+                if self._sleep_level == 2:
+                    check_unchanged(self._files.stamps, self.config, self.model_dir)
                 try:
                     self._executor.call_each("wake_up")
                     self._executor.call("make_ready")

@@ -5,15 +5,66 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.frontend.file_stamps import Stamps, file_stamps
 from nanovllm.lora.adapter import adapter_digest, check_adapter
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import ModelConfig, load_model_config
+from nanovllm.models.size_check import check_sizes
+from nanovllm.quantization.formats import with_quantization
+from nanovllm.utils.tokenizer import find_model, load_tokenizer, stop_token_ids
 
 _MAX_TABLE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What an engine reads before it touches a device, checked against the options."""
+
+    directory: Path  # absolute
+    model_config: ModelConfig
+    tokenizer: Any | None
+    eos_ids: list[int]
+    max_len: int  # as far as options and model go; the KV cache may hold less
+    root_hash: int  # what the prefix cache's hashes begin with
+    stamps: Stamps  # of the files that weights are read from
+
+
+def read_model(config: Config) -> ModelFiles:
+    """Read all but the weights; a ValueError says what does not fit the options, or each other."""
+    directory = find_model(config.model)
+    stamps = file_stamps(config, directory)
+    model = load_model_config(directory)
+    tokenizer = load_tokenizer(
+        directory if config.tokenizer is None else find_model(config.tokenizer)
+    )
+    eos_ids = stop_token_ids(directory, tokenizer, model.eos_token_ids, model.vocab_size)
+    max_len = config.max_model_len or model.max_context_len
+    if max_len > model.max_context_len:
+        raise ValueError(
+            f"max_model_len = {max_len} exceeds the {model.max_context_len} positions "
+            f"of {config.model}. Lower it."
+        )
+    check_positions(config, model, max_len, directory)
+    if config.load_format == "auto":
+        check_sizes(model, directory)
+    root_hash = prefix_root(config, model, directory)
+    return ModelFiles(directory, model, tokenizer, eos_ids, max_len, root_hash, stamps)
+
+
+def checked_on(device: torch.device, config: Config, model: ModelConfig) -> ModelConfig:
+    """Raise a ValueError where the model cannot run so on `device`; return it with its format.
+
+    On "cpu" only what holds for every device is checked, and no device is touched.
+    """
+    check_ranks(model, config.tensor_parallel_size, device)
+    check_kv_cache(config, model.head_dim, device)
+    return with_quantization(model, config, device)
 
 
 def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:

@@ -16,6 +16,8 @@ NamedTensor = tuple[str, torch.Tensor]
 
 def weight_list(weights: Iterable[tuple[str, Any]]) -> list[NamedTensor]:
     """All pairs, so that a wrong one is found before any weight is changed."""
+    if not isinstance(weights, Iterable):
+        raise TypeError(f"weights must be (name, tensor) pairs, got {weights!r:.80}.")
     pairs = []
     for index, pair in enumerate(weights):
         if not isinstance(pair, tuple | list) or len(pair) != 2:

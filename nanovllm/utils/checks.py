@@ -62,6 +62,12 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def check_callable(name: str, value: Any) -> None:
+    """TypeError unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(_message(f"{name} must be a function or None", value))
+
+
 def check_choice(name: str, value: Any, choices: Iterable[str], advice: str = "") -> str:
     """Return `value`, which must be one of `choices`."""
     listed = ", ".join(map(repr, choices))

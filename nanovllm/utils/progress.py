@@ -26,11 +26,11 @@ class Progress:
     def __init__(self, use_tqdm: bool | Callable[..., Any], total: int) -> None:
         make = tqdm if use_tqdm is True else use_tqdm
         self._bar: Any = None
-        if make and not callable(make):
+        if make is not False and not callable(make):
             raise TypeError(
-                f"use_tqdm must be True, False or a callable in tqdm's place, got {make!r}."
+                f"use_tqdm must be True, False or a callable in tqdm's place, got {make!r:.80}."
             )
-        if make:
+        if make is not False:
             self._bar = make(
                 total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True
             )
