@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.quantization.formats import BLOCK, FP8, Fp8Format
-from nanovllm.quantization.kernels.fp8_gemm import fp8_linear
+from nanovllm.quantization.kernels.fp8_gemm import fp8_linear, fp8_linear_shares
 from nanovllm.quantization.kernels.quantize import QuantTensor, quantize, quantize_blocks
 from nanovllm.utils.finite import extremes
 from nanovllm.utils.loader import copy_weight
@@ -73,9 +73,15 @@ class Fp8Linear(nn.Module):
         return self._parallel.all_reduce(out) if self._is_row_parallel else out
 
     def partials(self, x: torch.Tensor | QuantTensor) -> torch.Tensor:
-        """As `forward`; there is no form in shares."""
-        result: torch.Tensor = self(x)
-        return result
+        """As `forward`, or float32 shares [num_splits, n, out_features], for the norm to sum."""
+        if self.bias is not None or self._parallel.tp_size > 1:
+            result: torch.Tensor = self(x)
+            return result
+        if isinstance(x, torch.Tensor):
+            x = quantize(x, self._format.group_size)
+        return fp8_linear_shares(
+            x, self._quantized_weight, group_size=self._format.group_size, dtype=self._dtype
+        )
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
         """Copy this rank's part of the full tensor in place; a weight that is not fp8 becomes so.

@@ -37,7 +37,7 @@ class Fp8RMSNorm(RMSNorm):
     def forward(  # type: ignore[override]  # what quantised linear layers take, not a tensor
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> QuantTensor | tuple[QuantTensor, torch.Tensor]:
-        """As RMSNorm's. The residual may be overwritten: use the one that is returned."""
+        """As RMSNorm's, shares too. The residual may be overwritten: use the one returned."""
         out, total = rms_norm_quantized(x, residual, self.weight, self.eps, self._group_size)
         return out if residual is None else (out, total)
 
@@ -55,8 +55,7 @@ class Fp8MLP(nn.Module):
 
     def forward(self, x: QuantTensor) -> torch.Tensor:
         activated = silu_and_mul_quantized(self.gate_up_proj(x), self._group_size)
-        down: torch.Tensor = self.down_proj(activated)
-        return down
+        return self.down_proj.partials(activated)
 
 
 class Fp8Decoder(DecoderForCausalLM):

@@ -7,11 +7,15 @@ from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.quantization.kernels.fp8_gemm import (
+    Tile,
     dequantize,
     dequantize_weight,
     fp8_linear,
     fp8_linear_reference,
+    fp8_linear_shares,
     fp8_linear_triton,
+    share_tile_for,
+    tile_for,
 )
 from nanovllm.quantization.kernels.quantize import (
     QuantTensor,
@@ -119,6 +123,26 @@ def test_norm_kernel(num_rows, size, dtype, group_size, has_residual):
     torch.testing.assert_close(ours_sum, expected_sum, rtol=2**-10, atol=0)
 
 
+@needs_triton
+@each_group_size
+@pytest.mark.parametrize(("num_splits", "size"), [(3, 300), (2, 40), (4, 1024)])
+def test_norm_kernel_adds_shares_up(num_splits, size, group_size):
+    shares = torch.stack([noise(3, size, seed=seed) for seed in range(num_splits)])
+    residual = noise(3, size, dtype=DTYPES[1], seed=9)
+    weight = (torch.rand(size) + 0.5).to(DEVICE, DTYPES[1])
+    expected, expected_sum = rms_norm_quantized_reference(
+        shares, residual, weight, 1e-6, group_size
+    )
+    ours, ours_sum = rms_norm_quantized_triton(shares, residual.clone(), weight, 1e-6, group_size)
+    assert_same(ours, expected, DTYPES[1])
+    size = shares.abs().sum(0) + residual.abs()  # of what is summed up
+    assert ((ours_sum.float() - expected_sum.float()).abs() <= 2**-7 * size).all()
+    whole, _ = rms_norm_quantized_reference(
+        shares.sum(0).to(residual.dtype), residual, weight, 1e-6, group_size
+    )
+    assert_same(ours, whole, DTYPES[1])
+
+
 @each_group_size
 def test_fused_is_one_after_the_other(group_size):
     x, residual = noise(4, 384, dtype=torch.bfloat16), noise(4, 384, dtype=torch.bfloat16, seed=1)
@@ -140,9 +164,9 @@ def test_fused_is_one_after_the_other(group_size):
 @needs_triton
 @each_group_size
 @each_dtype
-@pytest.mark.parametrize(("num_rows", "size"), [(0, 64), (1, 1), (3, 300), (2, 4500)])
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 64), (1, 1), (3, 300), (2, 4500), (1, 12288)])
 def test_activation_kernel(num_rows, size, dtype, group_size):
-    """4500 is more than the kernel takes at once."""
+    """4,500 and 12,288 are more than a chunk: two, of which one is short, and three."""
     gate_up = noise(max(num_rows, 1), 2 * size + 8, dtype=dtype)[:num_rows, 8:]
     gate_up = gate_up.clamp(-60, 60)
     ours = silu_and_mul_quantized_triton(gate_up, group_size)
@@ -190,6 +214,52 @@ def test_the_product_is_that_of_the_rounded_numbers(shape, group_size, has_bias)
             # A tensor core keeps at least 13 bits of a sum of fp8 products.
             tolerance = size * (2**-8 if dtype is torch.bfloat16 else 2**-12)
             assert ((ours.double() - exact).abs() <= tolerance).all()
+
+
+@needs_triton
+@each_group_size
+@pytest.mark.parametrize("num_splits", [2, 4])
+@pytest.mark.parametrize("shape", [(17, 100, 300), (33, 160, 1024)], ids=str)
+def test_shares_of_k_sum_up_to_the_product(shape, num_splits, group_size):
+    """300 features are three blocks, so that one of two shares is shorter and one of four empty."""
+    x, weight = make_product(*shape, group_size)
+    exact = dequantize(x, group_size).double() @ dequantize_weight(weight, group_size).double().T
+    size = dequantize(x, group_size).abs() @ dequantize_weight(weight, group_size).abs().T
+    tile = Tile(16, 32, 4, 3, num_splits=num_splits)
+    ours = fp8_linear_triton(x, weight, None, group_size=group_size, dtype=torch.float32, tile=tile)
+    assert ours.shape == (num_splits, *exact.shape) and ours.dtype == torch.float32
+    assert ((ours.sum(0).double() - exact).abs() <= size * 2**-12).all()
+
+
+@needs_triton
+def test_rows_of_a_scale_may_have_longer_blocks_of_k():
+    x, weight = make_product(5, 64, 300, None)
+    options = {"group_size": None, "dtype": torch.float32}
+    ours = fp8_linear_triton(x, weight, None, **options, tile=Tile(16, 32, 4, 2, block_k=256))
+    expected = fp8_linear_reference(x, weight, None, **options)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+def test_few_rows_and_a_narrow_weight_are_cut_along_k():
+    """Qwen3-8B's down projection; gate and up are wide, and many rows fill the device."""
+    tile = share_tile_for(64, 4096, 12288)
+    assert tile is not None and 4096 // tile.block_n * tile.num_splits >= 100
+    assert share_tile_for(64, 24576, 4096) is None
+    assert share_tile_for(4096, 4096, 12288) is None
+    assert share_tile_for(16, 4096, 512) is None
+    for num_rows in (1, 16, 64, 65, 4096):
+        tile = tile_for(num_rows, 4096)
+        assert tile.num_stages * 128 * (tile.block_m + tile.block_n) <= 96 * 1024
+        assert 128 % tile.block_n == 0
+
+
+def test_what_takes_shares_may_get_the_product():
+    x, weight = make_product(3, 64, 4096, None)
+    options = {"group_size": None, "dtype": torch.float32}
+    shares = fp8_linear_shares(x, weight, **options)
+    shares = shares.sum(0) if shares.dim() == 3 else shares
+    expected = fp8_linear_reference(x, weight, None, **options)
+    torch.testing.assert_close(shares, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def test_blocks_have_their_own_scales():

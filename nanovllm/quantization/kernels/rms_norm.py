@@ -23,7 +23,11 @@ def rms_norm_quantized(
     On CUDA the sum overwrites `residual`; use only what is returned. Roundings are those of the
     two functions one after the other.
 
-    x, residual: [num_tokens, hidden_size], rows may be strided; weight: [hidden_size]
+    Args:
+        x: [num_tokens, hidden_size], rows may be strided, or with a residual shares of it,
+            [num_splits, num_tokens, hidden_size], as `fp8_linear_shares` gives them
+        residual: [num_tokens, hidden_size], rows may be strided
+        weight: [hidden_size]
     """
     function = rms_norm_quantized_triton if use_triton(x) else rms_norm_quantized_reference
     return function(x, residual, weight, eps, group_size)
@@ -45,26 +49,29 @@ def rms_norm_quantized_triton(
     group_size: int | None,
 ) -> tuple[QuantTensor, torch.Tensor]:  # fmt: skip
     """Triton form of `rms_norm_quantized`: one program a row, the row in registers."""
-    num_tokens, hidden_size = x.shape
-    assert x.stride(1) == 1, "rows must be contiguous"
+    num_tokens, hidden_size = x.shape[-2:]
+    num_splits = x.shape[0] if x.dim() == 3 else 1
+    assert x.stride(-1) == 1, "rows must be contiguous"
     assert residual is None or residual.stride(1) == 1, "rows must be contiguous"
     out = empty_quantized(num_tokens, hidden_size, group_size, x.device)
     block = max(triton.next_power_of_2(hidden_size), BLOCK)
     total = x if residual is None else residual
     if num_tokens:
         _rms_norm_quantized_kernel[(num_tokens,)](
-            x, total, weight, out.data, out.scale, x.stride(0), total.stride(0), eps,
+            x, total, weight, out.data, out.scale, x.stride(0) if num_splits > 1 else 0,
+            x.stride(-2), total.stride(0), eps,
             HIDDEN_SIZE=hidden_size, BLOCK=block, GROUP=group_size or block,
-            HAS_RESIDUAL=residual is not None, num_warps=num_warps(block), **pdl_options(x),
+            HAS_RESIDUAL=residual is not None, NUM_SPLITS=num_splits, num_warps=num_warps(block),
+            **pdl_options(x),
         )  # fmt: skip
     return out, total
 
 
 @triton.jit
 def _rms_norm_quantized_kernel(
-    x, residual, weight, data, scale, x_stride, residual_stride, eps,
+    x, residual, weight, data, scale, split_stride, x_stride, residual_stride, eps,
     HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -74,7 +81,12 @@ def _rms_norm_quantized_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    source = x + row * x_stride + columns
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if NUM_SPLITS > 1:
+        for split in tl.static_range(1, NUM_SPLITS):
+            values += tl.load(source + split * split_stride, mask=mask, other=0.0)
+        values = values.to(residual.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         pointers = residual + row * residual_stride + columns
         values += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

@@ -14,7 +14,7 @@ from nanovllm.quantization.kernels.quantize import (
     tile,
 )
 
-_CHUNK = 4096  # of a row whose scale is known only at its end
+_CHUNK = 4096  # of a row whose scale is known only at its end: 16 bytes a thread
 
 
 def silu_and_mul_quantized(gate_up: torch.Tensor, group_size: int | None) -> QuantTensor:
@@ -67,16 +67,19 @@ def _silu_and_mul_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, CHUNK)[None, :]
     source = gate_up + row * gate_up_stride
-    # Twice over the row, the second time from the cache: wide ones do not fit the registers.
+    # Kept in registers, in the 16 bits that they are rounded to, until the scale is known: reading
+    # and computing the row twice took 8.8 us for 256 rows of 12,288, the bf16 kernel 5.4.
+    chunks: tl.tuple = ()  # of [1, CHUNK]
     largest = tl.zeros([1, CHUNK], tl.float32)
-    for first in tl.range(0, SIZE, CHUNK):
+    for first in tl.static_range(0, SIZE, CHUNK):
         values = _activated(source, first + lanes, SIZE)
+        chunks += (values.to(gate_up.dtype.element_ty),)
         largest = tl.maximum(largest, tl.abs(values))
     _, scales = scaled_to_fp8(largest)
     inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
-    for first in tl.range(0, SIZE, CHUNK):
-        columns = first + lanes
-        scaled = _activated(source, columns, SIZE) * inverse[:, None]
+    for index in tl.static_range((SIZE + CHUNK - 1) // CHUNK):
+        columns = index * CHUNK + lanes
+        scaled = chunks[index].to(tl.float32) * inverse[:, None]
         tl.store(data + row * SIZE + columns, scaled.to(tl.float8e4nv), mask=columns < SIZE)
     tl.store(scale + row + tl.arange(0, 1), scales)
 
