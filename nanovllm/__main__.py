@@ -109,6 +109,7 @@ def _run_batch(args: argparse.Namespace) -> int:
         fsync_interval_s=args.fsync_interval,
         overwrite=args.overwrite,
         force_resume=args.force_resume,
+        retry_failed=args.retry_failed,
         window=args.window,
         show_progress=not args.quiet,
         metrics=args.metrics,
@@ -200,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
         "--force-resume",
         action="store_true",
         help="go on though model, parameters or input differ from those of the output file",
+    )
+    job.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="run lines with an error again, mended or not; the last line of an id then counts",
     )
     job.add_argument(
         "--fsync-interval",

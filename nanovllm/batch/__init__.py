@@ -37,6 +37,8 @@ __all__ = ["BatchOptions", "BatchSummary", "RefusedOutput", "run_batch"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_NOTES = 20  # of one kind in a summary; the log has all
+
 
 def run_batch(
     model: str | os.PathLike[str],
@@ -70,6 +72,7 @@ def run_batch(
                 fsync_interval_s=options.fsync_interval_s,
                 overwrite=options.overwrite,
                 force=options.force_resume,
+                retry_failed=options.retry_failed,
             )
         )
         if len(journal.finished_lines) and not is_regular_file(options.input):
@@ -186,6 +189,8 @@ class _Run:
         self._source.close()
         summary.run_s = time.monotonic() - self._started
         summary.num_failed += self._reader.num_bad
+        summary.num_done_before -= self._reader.num_mended
+        summary.num_failed_before -= self._reader.num_mended
         summary.input_failure = self._source.failure
         summary.engine = self._llm.metrics.as_dict()
         if isinstance(self._llm, DataParallelLLM):
@@ -196,6 +201,8 @@ class _Run:
                 f"Lines that name another model were run on {self._model}: "
                 f"{', '.join(sorted(others)[:5])}."
             )
+        notes = self._reader.near_misses.notes
+        summary.notes += [f"{note[0].upper()}{note[1:]}" for note in notes[:_MAX_NOTES]]
         options = self._options
         if self._trace is not None:
             self._write_file("--trace", options.trace, self._trace.close)

@@ -46,15 +46,18 @@ class Journal:
         fsync_interval_s: float = 5.0,
         overwrite: bool = False,
         force: bool = False,
+        retry_failed: bool = False,
     ) -> None:
         self.path = path
         self.job_path = job_path_of(path)
         self.finished_ids = IdSet()
         self.finished_lines = NumberSet()  # of lines without custom_id
         self.error_lines = NumberSet()  # that have an error and no custom_id of their own
+        self._failed = IdSet()  # keys whose last result is an error
+        self._retry_failed = retry_failed
         self._digests = IdSet()  # of finished lines, with what they are known by
         self._checks_lines = not force
-        self.num_ok = self.num_errors = 0  # in the file when it was opened
+        self.num_ok = self.num_errors = 0  # last results in the file when it was opened
         self._fsync_interval_s = fsync_interval_s
         self._lock = threading.Lock()
         self._is_broken = False
@@ -71,7 +74,7 @@ class Journal:
 
     @property
     def num_finished(self) -> int:
-        """Lines that were in the file when it was opened."""
+        """Lines of the input that the file answered when it was opened."""
         return self.num_ok + self.num_errors
 
     def append(self, record: dict[str, Any]) -> None:
@@ -134,7 +137,7 @@ class Journal:
             self._check_same_job(job, force=force)
             self._read_finished()
         # Before the first result: a crash must not leave results that nobody can attribute.
-        if not self.num_finished or force:
+        if not self.num_finished or force or self._retry_failed:
             self._write_job(job)
 
     def _check_same_job(self, job: dict[str, Any], *, force: bool) -> None:
@@ -152,7 +155,11 @@ class Journal:
                 f"it. {_ADVICE}."
             )
         old, new = _flat(written_by), _flat(job)
+        if self._retry_failed:  # lines were mended; those with a result are compared one by one
+            old["input"] = new.get("input")
         names = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
+        if not names:
+            return
         differences = "; ".join(f"{n}: {old.get(n)!r} then, {new.get(n)!r} now" for n in names)
         raise RefusedOutput(
             f"{self.path} was made by another job ({differences}). {_ADVICE}, or --force-resume to "
@@ -183,13 +190,21 @@ class Journal:
             os.ftruncate(self._fd, good_end)
 
     def _note(self, key: str | int, digest: str, *, is_error: bool) -> None:
+        # A line that was tried again has several results, and the last one counts.
+        failed_key = _digest_key(key, "failed")
+        if self._failed.discard(failed_key):
+            self.num_errors -= not self._retry_failed
+        if is_error:
+            self._failed.add(failed_key)
+        if is_error and self._retry_failed:
+            return  # as if it had never been tried
+        self.num_errors += is_error
+        self.num_ok += not is_error
         if isinstance(key, str):
             self.finished_ids.add(key)
         else:
             (self.error_lines if is_error else self.finished_lines).add(key)
         self._digests.add(_digest_key(key, digest))
-        self.num_errors += is_error
-        self.num_ok += not is_error
 
     def _write_job(self, job: dict[str, Any]) -> None:
         temporary = self.job_path.with_name(f"{self.job_path.name}.{os.getpid()}.tmp")

@@ -26,6 +26,7 @@ class BatchOptions:
     fsync_interval_s: float = 5.0
     overwrite: bool = False  # start anew
     force_resume: bool = False  # go on with an output file of another model or other parameters
+    retry_failed: bool = False  # run lines again whose last result is an error; they may be mended
     window: int | None = None  # requests read ahead of results
     show_progress: bool = True
     metrics: Path | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.batch.done import IdSet
 from nanovllm.batch.journal import Journal
+from nanovllm.batch.near_misses import NearMisses
 from nanovllm.batch.prompts import chat_text, encode_chats
 from nanovllm.batch.records import (
     DUPLICATE,
@@ -42,7 +43,9 @@ class JobReader:
         stop: Event,
     ) -> None:
         self.num_bad = 0
+        self.num_mended = 0  # lines with an id and its result, that had an error without one
         self.models: set[str] = set()  # that lines named
+        self.near_misses = NearMisses()
         self._source = source
         self._parser = parser
         self._journal = journal
@@ -83,7 +86,9 @@ class JobReader:
             try:
                 job = self._parsed(line, number, digest)
                 if self._is_new(job.custom_id, number, digest):
-                    if job.form != "plain" and len(self.models) < 100:
+                    if job.form == "plain":
+                        self.near_misses.look(job.plain, number)
+                    elif len(self.models) < 100:
                         self.models.add(job.model)
                     yield job
             except BadLine as bad:
@@ -114,8 +119,10 @@ class JobReader:
         elif self._journal.finished_ids.discard(custom_id):
             self._journal.check_unchanged(custom_id, digest, number)
             self._seen.add(custom_id)
+            self.num_mended += self._was_refused(number)
             is_new = False
         elif self._seen.add(custom_id):
+            self.num_mended += self._was_refused(number)
             is_new = True
         elif self._was_refused(number):
             raise _Finished

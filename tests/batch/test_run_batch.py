@@ -245,3 +245,70 @@ def test_standard_output_is_no_file_to_go_on_with(tmp_path, source, monkeypatch)
     with pytest.raises(ValueError, match="output must be a file"):
         run(source, Path("-"))
     assert not Path("-").exists()
+
+
+def api_line(custom_id, **fields):
+    body = {"prompt": "12+34=", "temperature": 0, "max_tokens": 3, **fields}
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line)
+
+
+def test_failed_lines_are_tried_again_and_the_last_result_counts(tmp_path):
+    """A mended line stayed failed until its result was taken out of the output by hand."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        api_line("a"),
+        "{broken",
+        api_line("b", temperature=-1),
+        api_line("a"),
+        '{"prompt": "1+1=", "max_tokens": 0}',
+        '{"prompt": "2+2=", "max_tokens": 3}',
+        api_line("c", nonsense=1),
+    ]
+
+    def attempt(**options):
+        source.write_text("\n".join(lines) + "\n")
+        done = run(source, output, **options)
+        counts = (done.num_ok, done.num_failed, done.num_done_before, done.num_failed_before)
+        assert sum(counts[:3]) == len(lines)
+        return (*counts, done.exit_code)
+
+    assert attempt() == (2, 5, 0, 0, 1)
+    lines[1], lines[2], lines[4] = api_line("x"), api_line("b"), '{"prompt": "1+1=", "n": 1}'
+    with pytest.raises(RefusedOutput, match="input: .* then, .* now"):
+        attempt()
+    before = output.read_bytes()
+    assert attempt(retry_failed=True) == (3, 2, 2, 0, 1)
+    assert output.read_bytes().startswith(before)
+    written = [json.loads(line) for line in output.read_bytes()[len(before) :].splitlines()]
+    assert {record.get("custom_id") for record in written} == {"x", "b", "a", "c", None}
+    assert attempt() == (0, 0, 7, 2, 1), "errors that were mended count no more"
+    assert attempt(retry_failed=True) == (0, 2, 5, 0, 1)
+    lines[3], lines[6] = api_line("d"), api_line("c")
+    assert attempt(retry_failed=True) == (2, 0, 5, 0, 0)
+    assert attempt() == (0, 0, 7, 0, 0)
+    lines[5] = '{"prompt": "2+3=", "max_tokens": 3}'
+    with pytest.raises(RefusedOutput, match="Line 6 of the input was changed since"):
+        attempt(retry_failed=True)
+
+
+def test_keys_that_are_nearly_parameters_are_asked_about_once(tmp_path, caplog):
+    """They were copied as data without a word, and the line ran with the default."""
+    keys = ["temprature", "topp", "max_token", "max_new_tokens", "Top-K", "step", "tool", "id", "N"]
+    lines = [{"prompt": "1+1=", "max_tokens": 2, **dict.fromkeys(keys, 1)} for _ in range(2)]
+    lines[1]["seeds"] = 3
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert summary.exit_code == 0
+    meant = {"temprature": "temperature", "topp": "top_p", "max_token": "max_tokens"}
+    meant |= {"max_new_tokens": "max_tokens", "Top-K": "top_k"}
+    expected = [
+        f"Line 1: key {key!r} is copied as data; did you mean {name!r}?"
+        for key, name in meant.items()
+    ]
+    expected.append("Line 2: key 'seeds' is copied as data; did you mean 'seed'?")
+    assert sorted(summary.notes) == sorted(expected)
+    for note in expected:
+        assert caplog.text.count(note[1:]) == 1 and note in summary.text()
+    (record, _) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert record["temprature"] == 1
