@@ -130,7 +130,9 @@ class RowGenerator:
                 texts[place] = chat_text(tokenizer, messages, self._spec.template)
             except (TypeError, ValueError) as error:
                 reasons[place] = str(error)
-        encoded = dict(zip(texts, encode_chats(tokenizer, list(texts.values())), strict=True))
+        chats = encode_chats(tokenizer, list(texts.values()), self._llm.max_model_len)
+        encoded = dict(zip(texts, chats, strict=True))
+        reasons |= {i: str(chat) for i, chat in encoded.items() if isinstance(chat, ValueError)}
         return [encoded.get(place) for place in range(len(values))], reasons
 
     def _cells(self, output: RequestOutput) -> tuple[Any, ...]:

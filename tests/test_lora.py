@@ -184,7 +184,7 @@ def test_another_base_is_a_warning(tmp_path, tiny_model, adapter, caplog):
         path = write_adapter(tmp_path / "x", tiny_model, base_model_name_or_path=base)
         with caplog.at_level(logging.WARNING):
             check_adapter(path, tiny_model, is_tied=False)
-        assert ("was trained on org/other-7B" in caplog.text) == warns
+        assert ("was trained on 'org/other-7B'" in caplog.text) == warns
 
 
 def test_some_layers_only(tmp_path, tiny_model, make_llm):
@@ -293,6 +293,7 @@ def change(adapter, edit):
         ({"rank_pattern": {"q_proj": 3}}, f"{Q0}: .*gives it rank 3, but lora_A"),
         ({"alpha_pattern": {"q_proj": "8"}}, r"alpha_pattern\['q_proj'\] must be a number"),
         ({"alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(', which is no regular expression"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, r"'\(\?i\)q_proj', which is no regular .*flags not"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
         ({"target_modules": [*ALL, "c_attn"]}, "has 'c_attn', and the model has no such module"),
         ({"target_modules": [*ALL, 3]}, "target_modules must be a list of names or a regex"),

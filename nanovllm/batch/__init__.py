@@ -151,6 +151,7 @@ class _Run:
             LineParser(model, seed, defaults),
             journal,
             llm.get_tokenizer(),
+            max_model_len=llm.max_model_len,
             shard=options.shard,
             stop=drain,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.utils.tokenizer import encode_texts
+
 
 def chat_text(tokenizer: Any, messages: list[Any], template: Mapping[str, Any]) -> str:
     """A conversation as text. `template` has options such as tools and chat_template_kwargs.
@@ -24,19 +26,15 @@ def chat_text(tokenizer: Any, messages: list[Any], template: Mapping[str, Any]) 
     raise ValueError("the model has no chat template")
 
 
-def encode_chats(tokenizer: Any, texts: list[str]) -> list[dict[str, Any] | ValueError]:
+def encode_chats(
+    tokenizer: Any, texts: list[str], max_tokens: int
+) -> list[dict[str, Any] | ValueError]:
     """Prompts for the engine from texts that the template wrote; an error for what is no text."""
-    if not texts:
-        return []
     # The template has written the special tokens: no second BOS.
-    try:
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # half a surrogate pair, for one; any text of them may be why
-        if len(texts) > 1:
-            return [prompt for text in texts for prompt in encode_chats(tokenizer, [text])]
-        reason = f"{type(error).__name__}: {error}"
-        return [ValueError(f"what the chat template wrote cannot be tokenised: {reason}")]
+    encoded = encode_texts(tokenizer, texts, max_tokens=max_tokens, add_special_tokens=False)
     return [
-        {"prompt": text, "prompt_token_ids": token_ids}
-        for text, token_ids in zip(texts, encoded, strict=True)
+        ValueError(f"what the chat template wrote {ids}")
+        if isinstance(ids, ValueError)
+        else {"prompt": text, "prompt_token_ids": ids}
+        for text, ids in zip(texts, encoded, strict=True)
     ]

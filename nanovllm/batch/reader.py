@@ -39,6 +39,7 @@ class JobReader:
         journal: Journal,
         tokenizer: Any,
         *,
+        max_model_len: int,
         shard: tuple[int, int],
         stop: Event,
     ) -> None:
@@ -50,6 +51,7 @@ class JobReader:
         self._parser = parser
         self._journal = journal
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._shard = shard
         self._stop = stop
         self._seen = IdSet()
@@ -160,7 +162,7 @@ class JobReader:
                 prompts.append((job, None))
             except Exception as error:  # it is this line's alone
                 self._refuse_prompt(job, error)
-        encoded = encode_chats(self._tokenizer, list(texts.values()))
+        encoded = encode_chats(self._tokenizer, list(texts.values()), self._max_model_len)
         for place, prompt in zip(texts, encoded, strict=True):
             prompts[place] = (prompts[place][0], prompt)
         for job, prompt in prompts:

@@ -14,6 +14,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.output_processor import Request
 from nanovllm.kernels.noise import make_key
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import encode_texts
 
 _TOKENIZE_BATCH = 512
 
@@ -111,11 +112,17 @@ class RequestBuilder:
             for place in todo:
                 reasons[place] = "is text, but the model has no tokenizer; pass token ids"
         elif todo:
-            encoded = self.tokenizer(  # type: ignore[misc]  # not None: checked above
-                [texts[place] for place in todo], add_special_tokens=add_special_tokens
+            encoded = encode_texts(
+                self.tokenizer,
+                [texts[place] or "" for place in todo],
+                max_tokens=self.limits.max_model_len,
+                add_special_tokens=add_special_tokens,
             )
-            for place, token_ids in zip(todo, encoded["input_ids"], strict=True):
-                token_lists[place] = token_ids
+            for place, ids in zip(todo, encoded, strict=True):
+                if isinstance(ids, ValueError):
+                    reasons[place] = str(ids)
+                else:
+                    token_lists[place] = ids
         return texts, token_lists, reasons
 
     def _obstacle(self, token_ids: list[int], params: SamplingParams) -> str | None:

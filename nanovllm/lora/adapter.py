@@ -197,7 +197,7 @@ def _warn_of_another_base(base: str | None, directory: str | Path, model_dir: Pa
     name = (base or "").rstrip("/").rpartition("/")[2]
     if name.lower() not in str(model_dir.resolve()).lower():
         logger.warning(
-            "The adapter %s was trained on %s; its shapes fit %s, but is it the same model?",
+            "The adapter %s was trained on %.200r; its shapes fit %s, but is it the same model?",
             directory,
             base,
             model_dir,

@@ -33,6 +33,9 @@ _NEUTRAL = frozenset(
 )
 _MAX_ALPHA = 1e6  # far above every adapter; what is added must stay finite
 _NESTED_REPEATS = re.compile(r"\)[*+{]")  # a group: (a+)+, (a|a)*, (a?){60}
+# Each multiplies the time to see that a name does not match: .*.*.*.*.*.*.*.*x takes seconds.
+_REPEATS = re.compile(r"[*+{]|(?<![*+}?(])\?")
+_MAX_REPEATS, _MAX_GROUPS = 5, 12
 # Others, such as PiSSA and LoftQ, begin by changing the base weights.
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -212,10 +215,21 @@ def _regex(key: str, text: str) -> str:
             f"{key} has {text!r:.200}, which repeats a group: to match it may take for ever. "
             f"{_MERGE_YOURSELF}"
         )
+    num_repeats, num_groups = len(_REPEATS.findall(text)), text.count("(")
+    if num_repeats > _MAX_REPEATS or num_groups > _MAX_GROUPS:
+        raise ValueError(
+            f"{key} has {text!r:.200}, with {num_repeats} repeats and {num_groups} groups: to "
+            f"match it may take for ever. At most {_MAX_REPEATS} and {_MAX_GROUPS} are read. "
+            f"{_MERGE_YOURSELF}"
+        )
     try:
         re.compile(text)
+        if key not in ("target_modules", "exclude_modules"):
+            re.compile(f"(?:{text})")  # as it is used: flags would have to stand first
     except re.error as error:
-        raise ValueError(f"{key} has {text!r}, which is no regular expression: {error}.") from error
+        raise ValueError(
+            f"{key} has {text!r:.200}, which is no regular expression: {error}."
+        ) from error
     return text
 
 

@@ -19,6 +19,7 @@ from nanovllm.utils.json_file import read_json_object
 logger = logging.getLogger(__name__)
 
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+_USUAL_CHARS = 16  # a token; whole texts of longer ones are rare
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -65,12 +66,59 @@ def load_tokenizer(directory: Path) -> Any | None:
         # Not AutoTokenizer: importing that takes seconds, and it may look into other code.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except BaseException as error:  # the library raises what its parsers happen to raise
-        # What panics in Rust is no Exception, so that it ends programs: for a bad file it must not.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not _is_its_own(error):
             raise
         raise ValueError(f"The tokenizer of {directory} cannot be loaded: {error}") from error
     tokenizer.model_max_length = int(1e30)  # the engine checks lengths, with the prompt's index
     return tokenizer
+
+
+def encode_texts(
+    tokenizer: Any, texts: list[str], *, max_tokens: int, add_special_tokens: bool
+) -> list[list[int] | ValueError]:
+    """The ids of each text, or why it has none: to be read after what the text is called.
+
+    A text that is longer than `max_tokens` tokens could ever be is not looked at: a million
+    characters take seconds, and from ten of them some tokenizers panic.
+    """
+    most = max_tokens * _USUAL_CHARS
+    if any(len(text) > most for text in texts):
+        # Four, as normalisers may join characters.
+        most = max(most, 4 * max_tokens * max(map(len, tokenizer.get_vocab()), default=0))
+    fitting = [text for text in texts if len(text) <= most]
+    encoded = iter(_encode(tokenizer, fitting, add_special_tokens))
+    return [
+        next(encoded)
+        if len(text) <= most
+        else ValueError(
+            f"has {len(text)} characters, more than max_model_len = {max_tokens} tokens can stand "
+            "for. Shorten it"
+        )
+        for text in texts
+    ]
+
+
+def _encode(
+    tokenizer: Any, texts: list[str], add_special_tokens: bool
+) -> list[list[int] | ValueError]:
+    if not texts:
+        return []
+    try:
+        ids: list[list[int] | ValueError] = tokenizer(texts, add_special_tokens=add_special_tokens)[
+            "input_ids"
+        ]
+        return ids
+    except BaseException as error:  # half a surrogate pair, for one; any text of them may be why
+        if not _is_its_own(error):
+            raise
+        if len(texts) > 1:
+            return [ids for text in texts for ids in _encode(tokenizer, [text], add_special_tokens)]
+        return [ValueError(f"cannot be tokenised ({type(error).__name__}: {error})")]
+
+
+def _is_its_own(error: BaseException) -> bool:
+    """Whether the library raised it. A panic in Rust is no Exception, so that it ends programs."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def stop_token_ids(

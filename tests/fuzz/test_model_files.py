@@ -421,6 +421,9 @@ def test_mutated_adapters_load_or_are_named(model, tmp_path, mutation):
         ({"rank_pattern": {r"((\w|\.)*)*x": 4}}, "rank_pattern has .* repeats a group"),
         ({"target_modules": r"(.|.)*!"}, "target_modules has .* repeats a group"),
         ({"target_modules": r"(.?){60}!"}, "target_modules has .* repeats a group"),
+        ({"target_modules": ".*" * 9 + "x"}, "target_modules has .* with 9 repeats and 0 groups"),
+        ({"exclude_modules": ".?" * 40 + "x"}, "exclude_modules has .* with 40 repeats"),
+        ({"alpha_pattern": {"(.|.)" * 40: 1}}, "alpha_pattern has .* 0 repeats and 40 groups"),
     ],
     ids=str,
 )
