@@ -8,16 +8,17 @@ _SUPPORTED = (
     "activation scales a token (FP8-dynamic). Or use the checkpoint in bfloat16, which "
     "quantization='fp8' quantises while it loads."
 )
+_KEYS = ("quantization_config", "compression_config")  # the second in older files
 # What may stay as it is: what is never quantised here. Names end so.
 _NEVER_QUANTIZED = ("lm_head", "embed_tokens", "norm", "gate")
 
 
 def read_quantization(d: dict[str, Any]) -> str | None:
     """Return "fp8_block", "fp8_channel" or None; a ValueError names what is not supported."""
-    for key in ("quantization_config", "compression_config"):
-        found = d.get(key)
-        if found is None:
-            continue
+    stated = {key: d[key] for key in _KEYS if d.get(key) is not None}
+    if len(stated) == 2 and stated[_KEYS[0]] != stated[_KEYS[1]]:
+        raise ValueError(f"{' and '.join(_KEYS)} differ; remove the one that is not true.")
+    for key, found in stated.items():
         if not isinstance(found, dict):
             raise TypeError(f"{key} must be an object, got {found!r}; {_SUPPORTED}")
         method = found.get("quant_method")

@@ -390,7 +390,14 @@ def test_mutated_indexes_load_or_are_named(sharded, mutation):
 # ---- adapters
 
 ADAPTER_EXTRA = (
-    *("exclude_modules", "layers_to_transform", "use_qalora", "corda_config", "lora_bias"),
+    *(
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "use_qalora",
+        "corda_config",
+        "lora_bias",
+    ),
     *("layer_replication", "trainable_token_indices", "unknown"),
 )
 

@@ -48,6 +48,15 @@ def test_two_layouts_are_understood(config, expected):
     assert read_quantization({"compression_config": config}) == expected
 
 
+def test_two_statements_that_differ_are_refused():
+    """The second was not read."""
+    both = {"quantization_config": QWEN_CONFIG, "compression_config": QWEN_CONFIG}
+    assert read_quantization(both) == "fp8_block"
+    both["compression_config"] = {**QWEN_CONFIG, "fmt": "e5m2"}
+    with pytest.raises(ValueError, match="^quantization_config and compression_config differ"):
+        read_quantization(both)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
