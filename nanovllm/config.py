@@ -68,7 +68,7 @@ class Config:
     cpu_kvcache_space_gib: float = 4.0
     load_format: str = "auto"
     enable_request_reordering: bool = True
-    enable_custom_all_reduce: bool = False  # tensor parallel: small messages not through NCCL
+    enable_custom_all_reduce: bool = True  # tensor parallel: small messages past NCCL
     logprobs_mode: str = "raw_logprobs"
     lora: str | None = None  # a directory of PEFT's, merged into the weights for good
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # All that two GPUs are needed for: `bash tests/gpu/two_gpus.sh` in the repository's root, about 6.5
-# minutes; `bash tests/gpu/two_gpus.sh PART...` runs some of: tests reduce single tp8 tp8c dp8 tp32 dp32 kill.
+# minutes; `bash tests/gpu/two_gpus.sh PART...` runs some of: tests reduce single tp8 tp8n dp8 tp32 dp32 kill.
 # NVLink multicast stays off in every process.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONPATH=. OMP_NUM_THREADS=4 TOKENIZERS_PARALLELISM=false
@@ -28,12 +28,12 @@ one_single() { # one GPU each, at once
     wait
 }
 one_tp8() { lines=24 part 8B-tp2 80 $bench max_num_seqs=256,tensor_parallel_size=2 --size 8B --runs 2 --profile "$out/p8"; }
-one_tp8c() { lines=6 part 8B-tp2-custom 80 $bench max_num_seqs=256,tensor_parallel_size=2,enable_custom_all_reduce=True --size 8B --runs 2; }
+one_tp8n() { lines=24 part 8B-tp2-nccl 80 $bench max_num_seqs=256,tensor_parallel_size=2,enable_custom_all_reduce=False --size 8B --runs 2 --profile "$out/p8n"; }
 one_dp8() { lines=6 part 8B-dp2 75 $bench max_num_seqs=256 --size 8B --num-seqs 512 --runs 2 --data-parallel 2; }
-one_tp32() { lines=14 part 32B-tp2 75 $bench max_num_seqs=256,tensor_parallel_size=2,enable_custom_all_reduce=True --size 32B $half --runs 2 --profile "$out/p32"; }
+one_tp32() { lines=14 part 32B-tp2 75 $bench max_num_seqs=256,tensor_parallel_size=2 --size 32B $half --runs 2 --profile "$out/p32"; }
 one_dp32() { lines=6 part 32B-dp2 75 $bench max_num_seqs=256 --size 32B --num-seqs 512 $half --runs 2 --data-parallel 2; }
 one_kill() { lines=40 part kill 150 $tests -s -k "killed or ctrl_c or after_all" --durations=4; }
 
-for name in ${@:-tests reduce single tp8 tp8c dp8 kill tp32 dp32}; do "one_$name"; done
-rm -f "$out"/p8/trace.json "$out"/p32/trace.json
+for name in ${@:-tests reduce single tp8 tp8n dp8 kill tp32 dp32}; do "one_$name"; done
+rm -f "$out"/p8/trace.json "$out"/p8n/trace.json "$out"/p32/trace.json
 echo "=== all: $((SECONDS - started)) s; logs in $out"
