@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm import SamplingParams
 from nanovllm.attention.backend import get_backend
 from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.utils.context import ForwardContext
@@ -160,6 +162,50 @@ def test_prefill_runs_on_a_cache_of_one_block(name):
 def test_decode_with_padding_rows_gives_zeros_for_them(name):
     """Their table holds -1 and the cache NaN: nothing of it may be read."""
     Step([(1, 40), (1, 0), (1, 1), (1, 0), (1, 150)], is_decode=True).check(name)
+
+
+class Launches(TorchDispatchMode):
+    """Lists torch's operators, and what else is noted, in the order of their launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton, on a CPU its interpreter")
+def test_an_ordinary_kernel_stands_between_the_plan_and_attention(
+    make_llm, tiny_model, monkeypatch
+):
+    """Programs of attention read the work list before they wait for the kernel before theirs.
+
+    Kernels launched for programmatic dependence may all begin before the first of them ends; those
+    of torch, as the embedding's, neither begin before others have ended nor let others overtake.
+    """
+    options = {"device": str(DEVICE), "attention_backend": "triton", "enforce_eager": True}
+    llm = make_llm(tiny_model, dtype="float32", num_kvcache_blocks=64, **options)
+    backend = type(llm._engine._executor._runner._backend)
+    launches = Launches()
+
+    def noted(name, is_decode):
+        method = getattr(backend, name)
+
+        def call(*args):
+            result = method(*args)
+            launches.names += [name] * is_decode(args)
+            return result
+
+        monkeypatch.setattr(backend, name, call)
+
+    noted("prepare", lambda args: args[1].is_decode)
+    noted("forward", lambda args: args[6].is_decode)
+    with launches:
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    after_plan = launches.names[launches.names.index("prepare") :]
+    assert "embedding" in after_plan[: after_plan.index("forward")]
 
 
 def test_sdpa_decode_of_padding_rows_only_gives_zeros():

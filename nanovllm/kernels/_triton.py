@@ -55,7 +55,8 @@ def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
 
     Programmatic dependent launch (Hopper and later): such a kernel lets its successor start at
     once, and until `gdc_wait` has seen the end of all kernels before it writes nothing and reads
-    nothing but weights. So memory is as on a plain stream, and only start-up costs overlap.
+    nothing but weights and what was written before the last ordinary kernel was launched. So memory
+    is as on a plain stream, and only start-up costs overlap.
     """
     return {"PDL": True, "launch_pdl": True} if _has_pdl(tensor.device) else {"PDL": False}
 

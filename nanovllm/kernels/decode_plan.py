@@ -28,7 +28,7 @@ class DecodeTuning:
 
 # Up to so many rows: a DecodeTuning; see tests/gpu/bench_attention.py.
 _ANY = 1 << 30
-_HALF = {4: (64, 4, 3, 2), 48: (32, 2, 4, 4), 96: (64, 4, 4, 2), _ANY: (64, 4, 3, 3)}
+_HALF = {4: (64, 4, 3, 2), 48: (32, 1, 4, 4), 96: (64, 4, 4, 2), _ANY: (64, 4, 3, 3)}
 _FP8 = {4: (64, 4, 3, 2, 192), 48: (64, 2, 3, 4), 96: (128, 4, 3, 2, 192), _ANY: (64, 2, 3, 4)}
 
 
@@ -38,9 +38,10 @@ def default_tuning(head_dim: int, dtype: torch.dtype, num_seqs: int) -> DecodeTu
     dtype: the KV cache's
     """
     table = _FP8 if dtype.itemsize == 1 else _HALF
-    tile, *others = next(tuning for limit, tuning in table.items() if num_seqs <= limit)
+    tile, warps, *others = next(tuning for limit, tuning in table.items() if num_seqs <= limit)
     tile = max(16, min(tile, tile * 256 // (head_dim * dtype.itemsize)))
-    return DecodeTuning(tile, *others)
+    # One warp's registers hold what it adds up of 128 dims, not of 256.
+    return DecodeTuning(tile, max(warps, head_dim // 128), *others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,9 @@ def paged_attention_triton(
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
         block_tables: [num_seqs, max_blocks] int32, rows may be strided
         seq_lens: [num_seqs] int32, may be strided; 0 marks a padding row, whose output is zeros
-        work: cut from these seq_lens; the partial results of its plan are overwritten
+        work: cut from these seq_lens; the partial results of its plan are overwritten.
+            Since it was cut, and since block_tables were written, an ordinary kernel (without
+            programmatic dependent launch) must have been launched
         kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
     """
     assert work is not None, "the kernel takes its work from the list"
@@ -133,8 +135,6 @@ def _decode_kernel(
     MERGE_GROUP: tl.constexpr, MERGE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr, UNPACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     # kv heads are neighbours in the grid, so the programs that share pages run together.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -148,6 +148,13 @@ def _decode_kernel(
     # Checked after the loads, which then run together; items past the end are stale, not absent.
     if index >= tl.load(num_items):
         return
+    table = block_tables + row.to(tl.int64) * stride_table
+    next_blocks = block_ids(table, begin, end, PAGE, TILE)
+    if PDL:
+        # Not before: items and tables were complete when an ordinary kernel (the embedding) began,
+        # which no kernel after it overtakes, so reading them need not wait for the kernel before.
+        # Program 0 always has an item and comes here: this kernel never ends before that one.
+        tl.extra.cuda.gdc_wait()
 
     heads = tl.arange(0, BLOCK_GROUP)[:, None]
     dims = tl.arange(0, HEAD_DIM)[None, :]
@@ -171,11 +178,9 @@ def _decode_kernel(
         scale *= tl.load(kv_scale + kv_head)
     k_head = k_cache + kv_head * stride_head + columns
     v_head = v_cache + kv_head * stride_head + columns
-    table = block_tables + row.to(tl.int64) * stride_table
 
     max_score = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
-    next_blocks = block_ids(table, begin, end, PAGE, TILE)
     for start in range(begin, end, TILE):
         # Read one turn ahead: else each turn's loads would wait for the table's.
         blocks = next_blocks

@@ -1,8 +1,9 @@
 """Micro-benchmark of the attention kernels on a GPU; a script, not a test.
 
     python tests/gpu/bench_attention.py            # decode and prefill with the defaults
+    python tests/gpu/bench_attention.py --small    # decode of few rows, with and without overlap
     python tests/gpu/bench_attention.py --sweep    # decode settings: best per batch, best overall
-    python tests/gpu/bench_attention.py --fp8 [--sweep]    # the same of a KV cache in fp8
+    any of these with --fp8                        # the same of a KV cache in fp8
 
 Decode runs inside a CUDA graph over several layers, so that L2 holds nothing between them. Results
 are first checked against the torch reference.
@@ -18,7 +19,6 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.kernels import paged_attention
 from nanovllm.kernels.decode_plan import DecodePlan, DecodeTuning, DecodeWork, default_tuning
 from nanovllm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from nanovllm.kernels.paged_prefill import (
@@ -56,17 +56,19 @@ class DecodeCase:
         self.seq_lens, self.block_tables = rows[:-1, 0], rows[:-1, 16:]
         qkv = torch.randn(len(lens), num_heads + 2 * num_kv_heads, HEAD_DIM, device=DEVICE)
         self.q = qkv.to(DTYPE)[:, :num_heads]
+        self.spacer = torch.zeros(1024, device=DEVICE)
 
     def plan(self, tuning: DecodeTuning | None) -> DecodePlan:
         return DecodePlan(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=HEAD_DIM,
-            max_num_seqs=max(MAX_NUM_SEQS, len(self.lens)),
-            dtype=self.kv_cache.dtype,
-            device=DEVICE,
-            tuning=tuning,
-        )
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=HEAD_DIM,
+            max_num_seqs=max(MAX_NUM_SEQS, len(self.lens)), dtype=self.kv_cache.dtype,
+            device=DEVICE, tuning=tuning,
+        )  # fmt: skip
+
+    def cut(self, plan: DecodePlan) -> DecodeWork:
+        work = plan.cut(self.seq_lens)
+        self.spacer.zero_()  # an ordinary kernel stands between, as the embedding does
+        return work
 
     def attend(self, layer: int, work: DecodeWork | None) -> torch.Tensor:
         function = paged_attention_reference if work is None else paged_attention_triton
@@ -74,23 +76,35 @@ class DecodeCase:
         tensors = (self.q, k_cache, v_cache, self.block_tables, self.seq_lens)
         return function(*tensors, HEAD_DIM**-0.5, work, self.kv_scale)
 
-    def time(self, tuning: DecodeTuning | None, *, check: bool = False, repeats: int = 12) -> float:
-        """Return seconds a layer."""
+    def time(
+        self, tuning: DecodeTuning | None, *, check: bool = False, repeats: int = 12,
+        has_spacer: bool = False,
+    ) -> float:  # fmt: skip
+        """Return seconds a layer; with a spacer, an ordinary kernel ends before each starts."""
         plan = self.plan(tuning)
-        work = plan.cut(self.seq_lens)
+        work = self.cut(plan)
         out = self.attend(0, work)
         last: list[torch.Tensor] = []
 
         def layers() -> None:
-            last[:] = [self.attend(layer, work) for layer in range(self.num_layers)][-1:]
+            for layer in range(self.num_layers):
+                if has_spacer:
+                    self.spacer.add_(1)
+                last[:] = [self.attend(layer, work)]
 
-        seconds = graph_time(layers, repeats) / self.num_layers
+        def spacers() -> None:
+            for _ in range(self.num_layers):
+                self.spacer.add_(1)
+
+        seconds = graph_time(layers, repeats)
+        if has_spacer:
+            seconds -= graph_time(spacers, repeats)
         if check:  # after many merges the counters are back and the bits are the same
             assert not plan.num_done.any() and torch.equal(self.attend(0, work), out)
             for layer, actual in ((0, out), (self.num_layers - 1, last[0])):
                 expected = self.attend(layer, None)
                 torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-2)
-        return seconds
+        return seconds / self.num_layers
 
 
 def filled_cache(
@@ -164,7 +178,18 @@ def decode(dtype: torch.dtype) -> None:
             case = DecodeCase(lens, *heads, dtype)
             report(f"{heads} {label}", case, case.time(None, check=True))
     time_plans(None)
-    print_resources()
+
+
+def small(dtype: torch.dtype) -> None:
+    """Time decode of few rows after itself, which it overlaps, and alone: after a spacer.
+
+    `tests.gpu.bench_fused_gemm` has whole layers.
+    """
+    for batch in (8, 16, 32, 48, 64, 96, 128, 256):
+        case = DecodeCase(spread(batch), 16, 8, dtype)
+        for label, has_spacer in (("chain", False), ("alone", True)):
+            seconds = case.time(None, check=True, has_spacer=has_spacer)
+            report(f"{batch} x 800 spread, {label}", case, seconds)
 
 
 def time_plans(tuning: DecodeTuning | None) -> None:
@@ -187,28 +212,16 @@ def describe(tuning: DecodeTuning) -> str:
 # (tile, warps, stages) and the programs of an SM that shared memory and registers allow
 VARIANTS = {
     DTYPE: {
-        (64, 4, 3): (2, 3),
-        (64, 4, 2): (4,),
-        (64, 4, 4): (2,),
-        (64, 8, 3): (3,),
-        (32, 4, 3): (4, 5),
-        (32, 4, 4): (3, 4),
-        (32, 4, 5): (3,),
-        (32, 2, 4): (4,),
-        (128, 8, 2): (3,),
+        (64, 4, 3): (2, 3), (64, 4, 2): (4,), (64, 4, 4): (2,), (64, 8, 3): (3,),
+        (32, 4, 3): (4, 5), (32, 4, 4): (3, 4), (32, 4, 5): (3,), (32, 2, 4): (4,),
+        (32, 1, 4): (4,), (128, 8, 2): (3,),
     },
     FP8: {
-        (64, 4, 3): (3, 4, 5),
-        (64, 4, 4): (3, 4),
-        (64, 2, 3): (4, 5),
-        (64, 2, 4): (4,),
-        (32, 2, 4): (5, 7),
-        (32, 1, 4): (6,),
-        (128, 4, 3): (2, 3),
-        (128, 4, 2): (4,),
+        (64, 4, 3): (3, 4, 5), (64, 4, 4): (3, 4), (64, 2, 3): (4, 5), (64, 2, 4): (4,),
+        (32, 2, 4): (5, 7), (32, 1, 4): (6,), (128, 4, 3): (2, 3), (128, 4, 2): (4,),
         (128, 8, 3): (3,),
     },
-}
+}  # fmt: skip
 
 
 def sweep(dtype: torch.dtype) -> None:
@@ -229,8 +242,7 @@ def sweep(dtype: torch.dtype) -> None:
         """Compile and compare once; what fails is reported and left out."""
         try:
             for case, expected in zip(cases, expected_outs, strict=True):
-                plan = case.plan(tuning)
-                work = plan.cut(case.seq_lens)
+                work = case.cut(case.plan(tuning))
                 torch.testing.assert_close(case.attend(0, work), expected, atol=2e-3, rtol=2e-2)
         except Exception as error:  # one setting must not end the sweep
             return f"{type(error).__name__}: {str(error)[:200]!r}"
@@ -290,30 +302,16 @@ def sweep(dtype: torch.dtype) -> None:
         loss = f"{means[tuning]:.3f} {max(slowdowns[tuning]):.3f}"
         print(f"  {describe(tuning):56s} {loss}: {values}")
     time_plans(base)
-    print_resources()
     print(f"swept in {time.perf_counter() - began:.1f} s")
-
-
-def print_resources() -> None:
-    for caches in paged_attention._decode_kernel.device_caches.values():
-        for kernel in caches[0].values():
-            data = kernel.metadata
-            print(
-                f"compiled: {data.num_warps} warps, {data.num_stages} stages, {data.shared} B SMEM,"
-                f" {kernel.n_regs} registers, {kernel.n_spills} spills"
-            )
 
 
 class PrefillCase:
     """Chunks of (num_queries, seq_len) with their pages in order."""
 
     def __init__(
-        self,
-        chunks: list[tuple[int, int]],
-        num_heads: int,
-        num_kv_heads: int,
+        self, chunks: list[tuple[int, int]], num_heads: int, num_kv_heads: int,
         dtype: torch.dtype = DTYPE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.chunks = chunks
         counts, lens = zip(*chunks, strict=True)
         blocks = [-(-seq_len // PAGE) for seq_len in lens]
@@ -325,14 +323,10 @@ class PrefillCase:
         self.kv_cache, self.kv_scale = filled_cache(shape, dtype)
         self.block_tables = table.to(DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-        self.max_q, self.max_k = max(counts), max(lens)
-
-        def edges(values: tuple[int, ...]) -> torch.Tensor:
-            return torch.tensor([0, *values]).cumsum(0).to(torch.int32).to(DEVICE)
-
-        self.cu_q, self.cu_k = edges(counts), edges(lens)
+        self.max_q = max(counts)
+        self.cu_q = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
         qkv = torch.randn(sum(counts), num_heads + 2 * num_kv_heads, HEAD_DIM, device=DEVICE)
-        self.q, self.k, self.v = qkv.to(DTYPE).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        self.q = qkv.to(DTYPE)[:, :num_heads]
         pairs = sum(n * k - n * (n - 1) // 2 for n, k in chunks)
         self.flops = 4 * num_heads * HEAD_DIM * pairs
 
@@ -341,16 +335,6 @@ class PrefillCase:
         options = (self.max_q, HEAD_DIM**-0.5, self.kv_scale)
         return paged_prefill_triton(self.q, *caches, *options, blocks=blocks)
 
-    def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Contiguous K and V of all sequences, as flash-attn needs them with small pages."""
-        total = sum(seq_len for _, seq_len in self.chunks)
-        tokens = torch.arange(total, device=DEVICE)
-        seqs = torch.searchsorted(self.cu_k[1:], tokens, right=True)
-        positions = tokens - self.cu_k[seqs]
-        slots = self.block_tables[seqs, positions // PAGE] * PAGE + positions % PAGE
-        k, v = self.kv_cache.flatten(1, 2)[:, slots]
-        return k, v
-
     def check(self) -> None:
         last = min(64, min(count for count, _ in self.chunks))
         out = self.paged()
@@ -358,16 +342,10 @@ class PrefillCase:
         for seq in {0, len(self.chunks) - 1}:
             end = int(self.cu_q[seq + 1])
             expected = paged_prefill_reference(
-                self.q[end - last : end],
-                self.kv_cache[0],
-                self.kv_cache[1],
-                self.block_tables[seq : seq + 1],
-                self.seq_lens[seq : seq + 1],
-                torch.tensor([0, last]),
-                last,
-                scale,
-                self.kv_scale,
-            )
+                self.q[end - last : end], self.kv_cache[0], self.kv_cache[1],
+                self.block_tables[seq : seq + 1], self.seq_lens[seq : seq + 1],
+                torch.tensor([0, last]), last, scale, self.kv_scale,
+            )  # fmt: skip
             torch.testing.assert_close(out[end - last : end], expected, atol=2e-3, rtol=2e-2)
 
     def report(self, label: str, function: Callable[[], object]) -> None:
@@ -380,28 +358,13 @@ class PrefillCase:
 
 
 def prefill(dtype: torch.dtype) -> None:
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        flash_attn_varlen_func = None
-    scale, heads = HEAD_DIM**-0.5, (16, 8)
+    heads = (16, 8)
     settings = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
-
-    if dtype == FP8:  # which flash-attn does not read
-        flash_attn_varlen_func = None
     case = PrefillCase([(1024, 1024)] * 16, *heads, dtype)
     case.check()
     print(f"prefill of 16 x 1024, {heads}, default {default_blocks(HEAD_DIM, DTYPE, 1024)}")
     for blocks in settings:
         case.report(f"paged_prefill {blocks}", lambda blocks=blocks: case.paged(blocks))
-
-    def flash(case: PrefillCase, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        lens = (case.cu_q, case.cu_k, case.max_q, case.max_k)
-        return flash_attn_varlen_func(case.q, k, v, *lens, softmax_scale=scale, causal=True)
-
-    if flash_attn_varlen_func is not None:
-        case.report("flash_attn", lambda: flash(case, case.k, case.v))
-
     others = [(f"8k of a 32k prompt, after {n}", [(8192, n + 8192)]) for n in (0, 8192, 24576)]
     others.append(("256 x 32 tokens after 1024 cached", [(32, 1056)] * 256))
     for label, chunks in others:
@@ -409,18 +372,19 @@ def prefill(dtype: torch.dtype) -> None:
         case.check()
         print(label)
         case.report("paged_prefill, default", case.paged)
-        if flash_attn_varlen_func is not None:
-            case.report("gather + flash_attn", lambda case=case: flash(case, *case.gathered()))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="decode of few rows, two ways")
     parser.add_argument("--sweep", action="store_true", help="search decode settings")
     parser.add_argument("--fp8", action="store_true", help="a KV cache in fp8")
     torch.manual_seed(0)
     arguments = parser.parse_args()
     cache_dtype = FP8 if arguments.fp8 else DTYPE
-    if arguments.sweep:
+    if arguments.small:
+        small(cache_dtype)
+    elif arguments.sweep:
         sweep(cache_dtype)
     else:
         decode(cache_dtype)
