@@ -25,7 +25,7 @@ LAYERS = [
     {"moe"},  # for sparse models; the core never imports it
     {"models"},
     {"quantization"},  # fp8 weights: the model registry loads it by name
-    {"fused"},  # decode in fewer kernels: the decoder loads it by name
+    {"fused"},  # decode of narrow models in fewer kernels: the decoder loads it by name
     {"engine"},
     {"sampling", "kv_calibration"},  # what options ask for: the engine loads it by name
     {"frontend"},  # text and requests; below it there are tokens only

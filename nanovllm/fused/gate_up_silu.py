@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from nanovllm.fused.pair_gemm import pair_gemm
+from nanovllm.fused.product import pair_product, parts_options, scaled_linear_reference
 from nanovllm.fused.tiles import Tiles, gate_up_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
 
-def gate_up_silu_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gate_up_silu_reference(
+    x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None = None, eps: float = 0.0
+) -> torch.Tensor:
     """As `gate_up_silu_triton`, out of the parts that it fuses."""
-    return silu_and_mul_reference(F.linear(x, weight))
+    return silu_and_mul_reference(scaled_linear_reference(x, weight, squares, eps))
 
 
 def gate_up_silu_triton(
-    x: torch.Tensor, weight: torch.Tensor, tiles: Tiles | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None = None, eps: float = 0.0,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return `silu(x @ gate.T) * (x @ up.T)`, [num_rows, intermediate_size].
 
     x: [num_rows, in_features], rows may be strided
     weight: [2 * intermediate_size, in_features], gate first, contiguous
+    squares, eps: the factor of each row that x is yet to be multiplied by; see `gemm_add_triton`
     """
     num_rows, in_features = x.shape
     size = weight.shape[0] // 2
@@ -31,25 +34,25 @@ def gate_up_silu_triton(
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     # Row tiles first: those that read the same weights run together.
     _gate_up_silu_kernel[(triton.cdiv(num_rows, tiles.block_m), size // tiles.width)](
-        x, weight, out, num_rows, x.stride(0), SIZE=size, WIDTH=tiles.width,
+        x, weight, squares, eps, out, num_rows, x.stride(0), SIZE=size, WIDTH=tiles.width,
         IN_FEATURES=in_features, BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k,
         PREFETCH=tiles.prefetch, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **pdl_options(x),
+        **parts_options(squares), **pdl_options(x),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _gate_up_silu_kernel(
-    x, weight, out, num_rows, x_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    x, weight, squares, eps, out, num_rows, x_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * WIDTH
-    gate, up = pair_gemm(
-        x, x_stride, weight, rows, start, SIZE + start, num_rows, WIDTH, IN_FEATURES, BLOCK_M,
-        BLOCK_K, PREFETCH, PDL,
+    gate, up = pair_product(
+        x, x_stride, squares, eps, weight, rows, start, SIZE + start, num_rows, WIDTH, IN_FEATURES,
+        NUM_PARTS, BLOCK_PARTS, BLOCK_M, BLOCK_K, PREFETCH, PDL,
     )  # fmt: skip
     # Rounded between the two factors, as torch does.
     activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)

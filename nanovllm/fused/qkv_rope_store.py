@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from nanovllm.fused.pair_gemm import pair_gemm
+from nanovllm.fused.product import pair_product, parts_options, scaled_linear_reference
 from nanovllm.fused.tiles import Tiles, qkv_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, to_e4m3_range
@@ -15,11 +14,11 @@ def qkv_rope_store_reference(
     x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
     slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
-    kv_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None, squares: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `qkv_rope_store_triton`, out of the parts that it fuses."""
     num_kv_heads, head_dim = k_cache.shape[2:]
-    qkv = F.linear(x, weight)
+    qkv = scaled_linear_reference(x, weight, squares, eps)
     qk_norm_rope_store_reference(
         qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, num_heads,
         num_kv_heads, head_dim, kv_scale,
@@ -32,6 +31,7 @@ def qkv_rope_store_triton(
     k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
     slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
     tiles: Tiles | None = None, kv_scale: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Project x, norm (if there are weights) and rotate q and k, store k and v; return q.
 
@@ -44,6 +44,8 @@ def qkv_rope_store_triton(
         slots: [num_rows] int64, -1 is not stored
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in place
         kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
+        squares: with eps the factor of each row that x is yet to be multiplied by; see
+            `gemm_add_triton`
 
     Returns q, [num_rows, num_heads, head_dim].
     """
@@ -56,30 +58,32 @@ def qkv_rope_store_triton(
     q = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
     # Row tiles first: those that read the same weights run together.
     _qkv_rope_store_kernel[(triton.cdiv(num_rows, tiles.block_m), num_heads + 2 * num_kv_heads)](
-        x, weight, x if q_weight is None else q_weight, x if k_weight is None else k_weight, eps,
-        cos_sin, positions, slots, q, k_cache, v_cache, kv_scale, num_rows,
+        x, squares, weight, x if q_weight is None else q_weight,
+        x if k_weight is None else k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
+        kv_scale, num_rows,
         x.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         IN_FEATURES=in_features, BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k,
         HAS_NORM=q_weight is not None, PREFETCH=tiles.prefetch, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **pdl_options(x),
+        num_stages=tiles.num_stages, **parts_options(squares), **pdl_options(x),
     )  # fmt: skip
     return q
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _qkv_rope_store_kernel(
-    x, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache, kv_scale,
-    num_rows, x_stride, positions_stride, slots_stride,
+    x, squares, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
+    kv_scale, num_rows, x_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
-    first, second = pair_gemm(
-        x, x_stride, weight, rows, head * 2 * HALF, head * 2 * HALF + HALF, num_rows, HALF,
-        IN_FEATURES, BLOCK_M, BLOCK_K, PREFETCH, PDL,
+    first, second = pair_product(
+        x, x_stride, squares, eps, weight, rows, head * 2 * HALF, head * 2 * HALF + HALF, num_rows,
+        HALF, IN_FEATURES, NUM_PARTS, BLOCK_PARTS, BLOCK_M, BLOCK_K, PREFETCH, PDL,
     )  # fmt: skip
     is_row = rows < num_rows
     slot = tl.load(slots + rows * slots_stride, mask=is_row, other=-1).to(tl.int64)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,22 @@ class Tiles:
     num_warps: int
     num_stages: int
     width: int = 64  # columns of each of the two products; half a head in the QKV projection
-    prefetch: bool = True  # bring the weights into L2 while the kernel before still runs
+    # Bring the weights into L2 while the kernel before still runs; to where the product takes them
+    # from, whatever this says, if one block_k is all that a program sums.
+    prefetch: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AddTiles:
+    """How `gemm_add` is compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    share: int  # features of the input that one program sums; 0: all of them
+    num_warps: int
+    num_stages: int
+    prefetch: bool = True
 
 
 # Up to so many rows; measured on an H200 by tests/gpu/bench_fused_gemm.py.
@@ -29,12 +47,15 @@ _GATE_UP = {
     128: Tiles(64, 128, 4, 3, 32),
     512: Tiles(64, 64, 4, 4, 32),
 }
-MULTIPLE_OF_IN_FEATURES = 128  # the largest block_k
-MAX_IN_FEATURES = 1024  # wider models fill an H200 with library GEMMs
-MULTIPLE_OF_SIZE = 64  # the largest width
-# Where one kernel beats two on an H200; a library GEMM is better at small and at large batches.
-QKV_ROWS = range(17, 513)
-GATE_UP_ROWS = range(17, 257)
+_ADD = {
+    128: AddTiles(64, 64, 128, 512, 4, 4),
+    512: AddTiles(64, 64, 128, 1024, 4, 4),
+}
+# What the tiles above ask of a model, and for how many rows it is faster on an H200.
+MAX_HIDDEN_SIZE = 1024  # wider models fill an H200 with library GEMMs
+MULTIPLE_OF_HIDDEN_SIZE = 128
+MULTIPLE_OF_WIDTH = 1024  # inputs of the output and the down projection: the largest share
+ROWS = range(1, 257)
 
 
 def qkv_tiles(num_rows: int) -> Tiles:
@@ -45,5 +66,9 @@ def gate_up_tiles(num_rows: int) -> Tiles:
     return _pick(_GATE_UP, num_rows)
 
 
-def _pick(table: dict[int, Tiles], num_rows: int) -> Tiles:
+def add_tiles(num_rows: int) -> AddTiles:
+    return _pick(_ADD, num_rows)
+
+
+def _pick(table: dict[int, _T], num_rows: int) -> _T:
     return next(tiles for limit, tiles in table.items() if num_rows <= limit)

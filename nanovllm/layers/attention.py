@@ -35,8 +35,7 @@ class SelfAttention(nn.Module):
         self.layer_id = layer_id
         self.head_dim = head_dim
         self.eps = rms_norm_eps
-        self._backend = backend
-        self.project = project  # nanovllm.fused has one kernel for decode
+        self.backend = backend
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
             num_heads,
@@ -70,29 +69,16 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         k_cache, v_cache = ctx.kv_cache[0, self.layer_id], ctx.kv_cache[1, self.layer_id]
         kv_scale = None if ctx.kv_scales is None else ctx.kv_scales[self.layer_id]
-        q, k, v = self.project(self, hidden, positions, cos_sin, ctx, kv_scale)
-        out = self._backend.forward(q, k, v, k_cache, v_cache, ctx, kv_scale)
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        qkv: torch.Tensor = self.qkv_proj(hidden)
+        qk_norm_rope_store(  # in place: q and k in qkv are normed and rotated after it
+            qkv, q_weight, k_weight, self.eps, cos_sin, positions, ctx.slot_mapping,
+            k_cache, v_cache, num_heads, num_kv_heads, self.head_dim, kv_scale,
+        )  # fmt: skip
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        out = self.backend.forward(q, k, v, k_cache, v_cache, ctx, kv_scale)
         projected: torch.Tensor = self.o_proj.partials(out.flatten(1))
         return projected
-
-
-def project(
-    layer: SelfAttention, hidden: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
-    ctx: ForwardContext, kv_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return q, k, v, [num_tokens, heads, head_dim], after storing k and v in the layer's cache.
-
-    hidden: [num_tokens, hidden_size], positions: [num_tokens], cos_sin: [max_positions, head_dim],
-    kv_scale: [2, num_kv_heads] float32 for a cache in fp8
-    """
-    num_heads, num_kv_heads = layer.qkv_proj.num_heads, layer.qkv_proj.num_kv_heads
-    q_weight = None if layer.q_norm is None else layer.q_norm.weight
-    k_weight = None if layer.k_norm is None else layer.k_norm.weight
-    qkv: torch.Tensor = layer.qkv_proj(hidden)
-    qk_norm_rope_store(  # in place: q and k in qkv are normed and rotated after it
-        qkv, q_weight, k_weight, layer.eps, cos_sin, positions, ctx.slot_mapping,
-        ctx.kv_cache[0, layer.layer_id], ctx.kv_cache[1, layer.layer_id],
-        num_heads, num_kv_heads, layer.head_dim, kv_scale,
-    )  # fmt: skip
-    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, layer.head_dim)
-    return torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)

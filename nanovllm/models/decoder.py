@@ -46,7 +46,6 @@ class GatedMLP(nn.Module):
         super().__init__()
         hidden_size, size = config.hidden_size, config.intermediate_size
         divide(size, place.parallel.tp_size, "intermediate_size")
-        self.activate = activate  # nanovllm.fused has one kernel for few tokens
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
             {"gate": size, "up": size},
@@ -60,13 +59,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Reading gate and up in the down projection itself was 2 % slower on an H200.
-        down: torch.Tensor = self.down_proj.partials(self.activate(self, x))
+        down: torch.Tensor = self.down_proj.partials(silu_and_mul(self.gate_up_proj(x)))
         return down
-
-
-def activate(layer: GatedMLP, x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate(x)) * up(x), [n, intermediate_size]."""
-    return silu_and_mul(layer.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -102,6 +96,8 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, the layers and the final norm. Owns the rotary table that all layers read."""
 
+    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32
+
     def __init__(
         self,
         config: ModelConfig,
@@ -125,15 +121,23 @@ class DecoderModel(nn.Module):
             device=place.device,
         )
         self.register_buffer("cos_sin", table, persistent=False)
+        self.run = run_layers  # nanovllm.fused has fewer kernels for decode
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        hidden, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual, self.cos_sin, ctx)
-        normed: torch.Tensor = self.norm(hidden, residual)[0]
-        return normed
+        return self.run(self, input_ids, positions, ctx)
+
+
+def run_layers(
+    model: DecoderModel, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+) -> torch.Tensor:
+    """Return the normed hidden states, [num_tokens, hidden_size], of any step of any model."""
+    hidden, residual = model.embed_tokens(input_ids), None
+    for layer in model.layers:
+        hidden, residual = layer(positions, hidden, residual, model.cos_sin, ctx)
+    normed: torch.Tensor = model.norm(hidden, residual)[0]
+    return normed
 
 
 class DecoderForCausalLM(nn.Module):
@@ -167,8 +171,8 @@ class DecoderForCausalLM(nn.Module):
             dtype=dtype,
             weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        if device.type == "cuda" and backend.is_capturable:
-            import_module("nanovllm.fused").install(self, device)  # faster only, so loaded by name
+        if device.type == "cuda" and backend.is_capturable and parallel.tp_size == 1:
+            import_module("nanovllm.fused").install(self.model)  # faster only, so loaded by name
 
     def attention_options(self, config: ModelConfig) -> AttentionOptions:
         """What the architecture's attention looks like."""

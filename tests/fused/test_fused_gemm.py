@@ -2,23 +2,16 @@
 
 import pytest
 import torch
-from model_harness import build
-from tiny_models import write_tiny_qwen3
 
-from nanovllm.fused import fused_activate, fused_project
 from nanovllm.fused.gate_up_silu import gate_up_silu_reference, gate_up_silu_triton
+from nanovllm.fused.gemm_add import NUM_COUNTERS, gemm_add_reference, gemm_add_triton
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_reference, qkv_rope_store_triton
-from nanovllm.fused.tiles import Tiles
+from nanovllm.fused.tiles import AddTiles, Tiles
 from nanovllm.kernels._triton import HAS_TRITON
-from nanovllm.layers.attention import project
-from nanovllm.models.decoder import activate
-from nanovllm.models.model_config import load_model_config
-from nanovllm.utils.context import ForwardContext
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter's dot product takes bfloat16 for integers.
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-PRECISION = 2**-6 if DEVICE == "cuda" else 2**-9
+DTYPE = torch.bfloat16
+PRECISION = 2**-6
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
 
@@ -127,62 +120,75 @@ def test_qkv_takes_int32_and_strided_indices():
 def test_gate_up_is_what_it_fuses(num_rows, tiles):
     x = random(num_rows, 512, seed=2).to(DTYPE)[:, :256]
     weight = (random(2 * 64, 256, seed=3) / 8).to(DTYPE)
-    actual = gate_up_silu_triton(x, weight, tiles)
+    actual = gate_up_silu_triton(x, weight, tiles=tiles)
     expected = gate_up_silu_reference(x, weight)
     assert actual.shape == (num_rows, 64)
     torch.testing.assert_close(actual, expected, rtol=PRECISION, atol=PRECISION)
 
 
-def make_layer(tmp_path, head_dim):
-    """A layer of a model on the CPU, whose kernels run in the interpreter."""
-    config = {"hidden_size": 256, "head_dim": head_dim, "intermediate_size": 128}
-    model = build(load_model_config(write_tiny_qwen3(tmp_path, **config)), dtype=torch.float16)
-    model.init_dummy_weights(0)
-    return model.model.layers[1], model.model.cos_sin
-
-
-def decode_context(num_rows, head_dim, is_decode=True):
-    lens = torch.full((num_rows,), 5, dtype=torch.int32)
-    return ForwardContext(
-        kv_cache=torch.zeros(2, 2, 4, 16, 2, head_dim, dtype=torch.float16),
-        is_decode=is_decode,
-        slot_mapping=torch.arange(num_rows) * 3,
-        block_tables=torch.zeros(num_rows, 1, dtype=torch.int32),
-        seq_lens=lens,
-    )
-
-
-on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for tensors on the CPU")
+def gemm_add_inputs(num_rows, dtype):
+    out_features, in_features = 128, 512
+    return {
+        "x": random(num_rows, 2 * in_features, seed=2).to(dtype)[:, :in_features],
+        "weight": (random(out_features, in_features, seed=3) / in_features**0.5).to(dtype),
+        "residual": random(num_rows, out_features, seed=4).to(dtype),
+        "norm_weight": (1 + random(out_features, seed=5) / 4).to(dtype),
+    }
 
 
 @needs_triton
-@on_cpu
 @pytest.mark.parametrize(
-    ("head_dim", "is_decode", "is_fused"),
-    [(128, True, True), (128, False, False), (64, True, False)],
+    ("num_rows", "tiles"),
+    [
+        (1, AddTiles(16, 64, 128, 256, 4, 3)),
+        (17, AddTiles(16, 32, 64, 128, 4, 3)),
+        (33, AddTiles(32, 16, 128, 0, 4, 3)),  # nothing to add up
+        (67, AddTiles(64, 32, 128, 128, 4, 3)),  # weights in one piece
+        (20, None),
+    ],
+    ids=str,
 )
-def test_a_layer_projects_the_same_where_the_fused_kernel_fits(
-    tmp_path, head_dim, is_decode, is_fused
-):
-    layer, cos_sin = make_layer(tmp_path, head_dim)
-    hidden = random(20, 256).half()
-    positions = torch.arange(20) % 10
-    contexts = [decode_context(20, head_dim, is_decode) for _ in range(2)]
-    expected, k, _ = project(layer.self_attn, hidden, positions, cos_sin, contexts[0], None)
-    q, new_k, new_v = fused_project(layer.self_attn, hidden, positions, cos_sin, contexts[1], None)
-    torch.testing.assert_close(q, expected, rtol=0, atol=4 * PRECISION)
-    caches = [context.kv_cache for context in contexts]
-    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=4 * PRECISION)
-    assert new_k.numel() == new_v.numel() == (0 if is_fused else k.numel())
+def test_gemm_add_is_what_it_fuses(num_rows, tiles):
+    inputs = gemm_add_inputs(num_rows, DTYPE)
+    expected, expected_squares, expected_sum = gemm_add_reference(**inputs)
+    num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    scaled, squares = gemm_add_triton(**inputs, num_done=num_done, tiles=tiles)
+    assert squares.shape == (num_rows, 128 // (tiles.block_n if tiles else 64))
+    close = {"rtol": PRECISION, "atol": PRECISION}
+    torch.testing.assert_close(inputs["residual"], expected_sum, **close)
+    torch.testing.assert_close(scaled, expected, **close)
+    torch.testing.assert_close(squares.sum(1, keepdim=True), expected_squares, **close)
+    assert not num_done.any(), "the next kernel counts from zero"
 
 
 @needs_triton
-@on_cpu
-def test_a_layer_activates_the_same_in_the_fused_kernel(tmp_path):
-    layer, _ = make_layer(tmp_path, 64)
-    x = random(600, 256).half()
-    expected = activate(layer.mlp, x)
-    torch.testing.assert_close(
-        fused_activate(layer.mlp, x[:40]), expected[:40], rtol=PRECISION, atol=PRECISION
-    )
-    assert torch.equal(fused_activate(layer.mlp, x), expected), "too many rows are not fused"
+def test_gemm_add_gives_the_same_bits_again():
+    """Whichever program is last."""
+    results = []
+    for _ in range(2 if DEVICE == "cpu" else 50):
+        inputs = gemm_add_inputs(40, DTYPE)
+        num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+        results.append((*gemm_add_triton(**inputs, num_done=num_done), inputs["residual"]))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("num_parts", [1, 6, 16])
+def test_projections_finish_a_norm_that_was_begun(num_parts):
+    """Rows that are scaled at the end of a projection are as if they had come normed."""
+    inputs = qkv_inputs(20, 2, 1)
+    x = inputs["x"] * 8
+    squares = torch.rand(20, num_parts, device=DEVICE) * 1e4
+    other_caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
+    expected = qkv_rope_store_reference(**inputs | other_caches | {"x": x, "squares": squares})
+    tiles = Tiles(16, 128, 4, 3, 32)
+    q = qkv_rope_store_triton(**inputs | {"x": x}, tiles=tiles, squares=squares)
+    torch.testing.assert_close(q, expected, rtol=0, atol=4 * PRECISION)
+    for name, cache in other_caches.items():
+        torch.testing.assert_close(inputs[name], cache, rtol=0, atol=4 * PRECISION)
+    weight = (random(2 * 64, 256, seed=3) / 8).to(DTYPE)
+    actual = gate_up_silu_triton(x, weight, squares, 1e-6, tiles)
+    expected = gate_up_silu_reference(x, weight, squares, 1e-6)
+    torch.testing.assert_close(actual, expected, rtol=PRECISION, atol=PRECISION)
+    assert not torch.allclose(expected, gate_up_silu_reference(x, weight), rtol=0.5)

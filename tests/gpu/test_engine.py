@@ -12,6 +12,7 @@ from tiny_models import write_tiny, write_tiny_qwen3
 
 import bench
 from nanovllm import LLM, SamplingParams
+from nanovllm.fused import FusedLayers
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -170,6 +171,7 @@ def test_decode_logits_of_a_model_of_real_size(tmp_path):
     with LLM(tmp_path, gpu_memory_utilization=0.3, enable_overlap=False) as llm:
         order = [llm.add_request(prompt, params) for prompt in prompts.tolist()]
         runner = llm._engine._executor._runner
+        assert isinstance(runner._model.model.run, FusedLayers)
         outputs = []
         while len(outputs) < num_seqs:
             outputs += llm.step()

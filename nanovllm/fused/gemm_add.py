@@ -1,0 +1,116 @@
+"""A narrow projection of a decode step with the residual add behind it and half of the norm.
+
+As in `kernels/split_gemm.py` K is split over programs; here the last program of a tile sums the
+shares, so that no kernel stands between this projection and the next one. A norm's factor of a row
+needs the whole row, which no program sees: each writes the sum of squares of its columns, and the
+next projection, linear in its rows, multiplies by the factor at its end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from nanovllm.fused.product import product
+from nanovllm.fused.tiles import AddTiles, add_tiles
+from nanovllm.kernels._triton import pdl_options, tl, triton
+
+NUM_COUNTERS = 4096  # tiles of 16 x 16 or more, 1,024 columns and 512 rows: half of it
+
+
+def gemm_add_reference(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Plain torch form of `gemm_add_triton`, and the sum: (scaled, squares in one part, sum)."""
+    total = F.linear(x, weight) + residual
+    return total * norm_weight, total.float().square().sum(dim=1, keepdim=True), total
+
+
+def gemm_add_triton(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor,
+    num_done: torch.Tensor, tiles: AddTiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Add `x @ weight.T` to `residual`, in place, and prepare the norm of the sum.
+
+    Args:
+        x: [num_rows, in_features], rows may be strided
+        weight: [out_features, in_features], contiguous
+        residual: [num_rows, out_features], contiguous, in place; rounded as `add_rms_norm` does
+        norm_weight: [out_features]
+        num_done: [NUM_COUNTERS] int32, zeros, and zeros again when the kernel ends
+
+    Returns:
+        the new residual times norm_weight, [num_rows, out_features]; not for float16, whose range
+            is too small for what a norm has not made small yet
+        its sums of squares without the weight, [num_rows, num_parts] float32, a part some columns
+    """
+    num_rows, in_features = x.shape
+    out_features = weight.shape[0]
+    tiles = tiles or add_tiles(num_rows)
+    share = tiles.share or in_features
+    grid = (triton.cdiv(num_rows, tiles.block_m), out_features // tiles.block_n)
+    num_splits = in_features // share
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
+    assert residual.is_contiguous() and num_done.numel() >= grid[0] * grid[1]
+    assert num_splits * share == in_features and grid[1] * tiles.block_n == out_features
+    shares = residual
+    if num_splits > 1:
+        size = grid[0] * grid[1] * num_splits * tiles.block_m * tiles.block_n
+        shares = torch.empty(size, dtype=torch.float32, device=x.device)
+    scaled = torch.empty_like(residual)
+    squares = torch.empty((num_rows, grid[1]), dtype=torch.float32, device=x.device)
+    # Row tiles first: those that read the same weights run together.
+    _gemm_add_kernel[(*grid, num_splits)](
+        x, weight, residual, norm_weight, shares, scaled, squares, num_done, num_rows, x.stride(0),
+        OUT_FEATURES=out_features, IN_FEATURES=in_features, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, NUM_SPLITS=num_splits,
+        PREFETCH=tiles.prefetch, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **pdl_options(x),
+    )  # fmt: skip
+    return scaled, squares
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
+def _gemm_add_kernel(
+    x, weight, residual, norm_weight, shares, scaled, squares, num_done, num_rows, x_stride,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    is_row = rows[:, None] < num_rows
+    sums = product(
+        x, x_stride, None, 0.0, weight, rows, columns, split, num_rows, IN_FEATURES,
+        IN_FEATURES // NUM_SPLITS, 1, 1, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH, PDL,
+    )  # fmt: skip
+    if NUM_SPLITS > 1:
+        TILE: tl.constexpr = BLOCK_M * BLOCK_N
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        cells += tile * (NUM_SPLITS * TILE)
+        tl.store(shares + cells + split * TILE, sums, mask=is_row)
+        # Every thread's stores come before the barrier, the barrier before one thread's release;
+        # the last program's acquire then sees them all.
+        tl.debug_barrier()
+        if tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") != NUM_SPLITS - 1:
+            return
+        tl.store(num_done + tile, 0)
+        # All of them, its own too, so that the order does not depend on who is last; not through
+        # L1: other SMs wrote these.
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for part in tl.static_range(NUM_SPLITS):
+            sums += tl.load(
+                shares + cells + part * TILE, mask=is_row, other=0.0, cache_modifier=".cg"
+            )
+    targets = rows[:, None] * OUT_FEATURES + columns[None, :]
+    dtype: tl.constexpr = residual.dtype.element_ty
+    before = tl.load(residual + targets, mask=is_row, other=0.0).to(tl.float32)
+    total = (sums.to(dtype).to(tl.float32) + before).to(dtype)
+    tl.store(residual + targets, total, mask=is_row)
+    wide = total.to(tl.float32)
+    scale = tl.load(norm_weight + columns).to(tl.float32)
+    tl.store(scaled + targets, (wide * scale[None, :]).to(dtype), mask=is_row)
+    part_of_row = squares + rows * tl.num_programs(1) + tl.program_id(1)
+    tl.store(part_of_row, tl.sum(wide * wide, axis=1), mask=rows < num_rows)

@@ -1,0 +1,136 @@
+"""The five-kernel layers against the ordinary ones: the same numbers, where they fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from model_harness import build
+from tiny_models import write_tiny, write_tiny_qwen3
+
+from nanovllm.fused import FusedLayers, fits
+from nanovllm.fused.tiles import Tiles
+from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.models.decoder import run_layers
+from nanovllm.models.model_config import load_model_config
+from nanovllm.utils.context import ForwardContext
+from nanovllm.utils.loader import load_model
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FITTING = {
+    "hidden_size": 128,
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "intermediate_size": 1024,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """One model in bfloat16 and in float32."""
+    directory = write_tiny_qwen3(tmp_path_factory.mktemp("fused") / "model", **FITTING)
+    config = load_model_config(directory)
+    both = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build(config, dtype=dtype)
+        load_model(model, directory)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # ones would hide a weight that is forgotten
+                noise = torch.rand(parameter.shape, generator=generator)
+                parameter.copy_((0.5 + noise).to(torch.bfloat16))
+        both.append(model.model.to(DEVICE))
+    return both
+
+
+def decode_context(num_rows, dtype):
+    """Rows of 1 to 16 tokens, of which those before the last are noise; the last row is padding."""
+    generator = torch.Generator().manual_seed(num_rows)
+    seq_lens = (1 + torch.arange(num_rows) % 16).int()
+    slots = torch.arange(num_rows) * 16 + seq_lens - 1
+    if num_rows > 1:
+        seq_lens[-1], slots[-1] = 0, -1
+    cache = torch.randn(2, 2, num_rows, 16, 1, 128, generator=generator).to(torch.bfloat16)
+    return ForwardContext(
+        kv_cache=cache.to(DEVICE, dtype),
+        is_decode=True,
+        slot_mapping=slots.to(DEVICE),
+        block_tables=torch.arange(num_rows, dtype=torch.int32, device=DEVICE)[:, None],
+        seq_lens=seq_lens.to(DEVICE),
+    )
+
+
+@torch.inference_mode()
+def run(layers, model, num_rows):
+    ctx = decode_context(num_rows, model.norm.weight.dtype)
+    input_ids = (torch.arange(num_rows, device=DEVICE) * 37) % 500
+    hidden = layers(model, input_ids, ctx.seq_lens.clamp(min=1) - 1, ctx)
+    num_live = max(1, num_rows - 1)
+    return hidden[:num_live].float(), ctx.kv_cache.float()
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """In the interpreter a program takes 15 ms, whatever it does."""
+    if DEVICE.type == "cpu":
+        wide = Tiles(64, 128, 4, 3, 64)
+        monkeypatch.setattr("nanovllm.fused.gate_up_silu.gate_up_tiles", lambda num_rows: wide)
+
+
+@pytest.mark.parametrize("num_rows", [1, 20] if DEVICE.type == "cpu" else [1, 20, 64, 100, 256])
+@pytest.mark.usefixtures("few_programs")
+def test_fused_layers_are_as_near_to_float32_as_ordinary_ones(models, num_rows):
+    in_bfloat16, in_float32 = models
+    fused = FusedLayers(DEVICE)
+    exact = run(run_layers, in_float32, num_rows)
+    ordinary = run(run_layers, in_bfloat16, num_rows)
+    ours = run(fused, in_bfloat16, num_rows)
+    for mine, theirs, right in zip(ours, ordinary, exact, strict=True):
+        assert (mine - right).abs().mean() <= 1.1 * (theirs - right).abs().mean() + 1e-6
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0.15)
+    if num_rows > 1:
+        for again, mine in zip(run(fused, in_bfloat16, num_rows), ours, strict=True):
+            assert torch.equal(again, mine), "a step leaves nothing behind for the next"
+
+
+def test_prefill_steps_and_large_batches_run_the_ordinary_layers(models, monkeypatch):
+    model, _ = models
+    ran = []
+    monkeypatch.setattr("nanovllm.fused.run_layers", lambda *args: ran.append(len(args[1])))
+    fused = FusedLayers(DEVICE)
+    ctx = decode_context(4, torch.bfloat16)
+    ids = torch.zeros(4, dtype=torch.int64)
+    fused(model, ids, ids, replace(ctx, is_decode=False))
+    fused(model, ids.new_zeros(1000), ids, ctx)
+    assert ran == [4, 1000]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ({"head_dim": 64, "num_attention_heads": 16}, torch.bfloat16),
+        ({"hidden_size": 320}, torch.bfloat16),
+        ({"intermediate_size": 1536}, torch.bfloat16),
+        ({"num_attention_heads": 4}, torch.bfloat16),
+        ({"attention_bias": True}, torch.bfloat16),
+        ({}, torch.float16),  # a row that waits for its norm may leave its range
+    ],
+    ids=str,
+)
+def test_other_layers_stay_as_they_are(tmp_path, overrides, dtype):
+    directory = write_tiny_qwen3(tmp_path, **FITTING | overrides)
+    model = build(load_model_config(directory), dtype=dtype)
+    assert not any(fits(layer) for layer in model.model.layers)
+
+
+def test_quantised_and_sparse_layers_stay_as_they_are(tmp_path):
+    fp8 = build(
+        replace(load_model_config(write_tiny_qwen3(tmp_path, **FITTING)), quantization="fp8"),
+        dtype=torch.bfloat16,
+    )
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sparse_dir = write_tiny(tmp_path / "moe", "Qwen3MoeForCausalLM", **FITTING | sizes)
+    sparse = build(load_model_config(sparse_dir), dtype=torch.bfloat16)
+    for model in (fp8, sparse):
+        assert not any(fits(layer) for layer in model.model.layers)
