@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# Between them decode kernels change their tile sizes: kernels/{decode_plan,split_gemm,sample}.py.
+# Between them decode kernels change their tile sizes: kernels/{decode_plan,split_gemm,sample}.py
+# and fused/tiles.py.
 KERNEL_BATCHES = (1, 16, 32, 64, 128, 256)
 # Prefill attention has one tile size for short prompts and one for these.
 LONG_PROMPT = 128

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from nanovllm.fused.gate_up_silu import gate_up_silu_triton
-from nanovllm.fused.gemm_add import NUM_COUNTERS, gemm_add_triton
+from nanovllm.fused.gemm_add import gemm_add_triton
+from nanovllm.fused.product import NUM_COUNTERS
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_triton
 from nanovllm.fused.tiles import (
     MAX_HIDDEN_SIZE,
@@ -65,32 +66,32 @@ class FusedLayers:
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), model.norm]
         for layer, next_norm in zip(layers, next_norms, strict=True):
             attention, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-            x = _attend(attention, x, squares, positions, model.cos_sin, ctx)
+            x = self._attend(attention, x, squares, positions, model.cos_sin, ctx)
             x, squares = gemm_add_triton(
                 x, attention.o_proj.weight, residual, norm.weight, self._num_done
             )
-            x = gate_up_silu_triton(x, mlp.gate_up_proj.weight, squares, norm.eps)
+            x = gate_up_silu_triton(x, mlp.gate_up_proj.weight, squares, norm.eps, self._num_done)
             x, squares = gemm_add_triton(
                 x, mlp.down_proj.weight, residual, next_norm.weight, self._num_done
             )
         normed: torch.Tensor = model.norm(residual)
         return normed
 
-
-def _attend(
-    layer: SelfAttention, x: torch.Tensor, squares: torch.Tensor | None, positions: torch.Tensor,
-    cos_sin: torch.Tensor, ctx: ForwardContext,
-) -> torch.Tensor:  # fmt: skip
-    q_weight = None if layer.q_norm is None else layer.q_norm.weight
-    k_weight = None if layer.k_norm is None else layer.k_norm.weight
-    caches = ctx.kv_cache[0, layer.layer_id], ctx.kv_cache[1, layer.layer_id]
-    kv_scale = None if ctx.kv_scales is None else ctx.kv_scales[layer.layer_id]
-    q = qkv_rope_store_triton(
-        x, layer.qkv_proj.weight, q_weight, k_weight, layer.eps, cos_sin, positions,
-        ctx.slot_mapping, *caches, layer.qkv_proj.num_heads, kv_scale=kv_scale, squares=squares,
-    )  # fmt: skip
-    # No k and v of this step beside the cache: decode reads what is in it.
-    return layer.backend.forward(q, q[:, :0], q[:, :0], *caches, ctx, kv_scale).flatten(1)
+    def _attend(
+        self, layer: SelfAttention, x: torch.Tensor, squares: torch.Tensor | None,
+        positions: torch.Tensor, cos_sin: torch.Tensor, ctx: ForwardContext,
+    ) -> torch.Tensor:  # fmt: skip
+        q_weight = None if layer.q_norm is None else layer.q_norm.weight
+        k_weight = None if layer.k_norm is None else layer.k_norm.weight
+        caches = ctx.kv_cache[0, layer.layer_id], ctx.kv_cache[1, layer.layer_id]
+        kv_scale = None if ctx.kv_scales is None else ctx.kv_scales[layer.layer_id]
+        q = qkv_rope_store_triton(
+            x, layer.qkv_proj.weight, q_weight, k_weight, layer.eps, cos_sin, positions,
+            ctx.slot_mapping, *caches, layer.qkv_proj.num_heads, kv_scale=kv_scale,
+            squares=squares, num_done=self._num_done,
+        )  # fmt: skip
+        # No k and v of this step beside the cache: decode reads what is in it.
+        return layer.backend.forward(q, q[:, :0], q[:, :0], *caches, ctx, kv_scale).flatten(1)
 
 
 def fits(layer: torch.nn.Module) -> bool:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.fused.product import pair_product, parts_options, scaled_linear_reference
+from nanovllm.fused.product import (
+    halves,
+    num_splits_of,
+    parts_options,
+    product,
+    put_share,
+    scaled_linear_reference,
+    shares_of,
+    sum_shares,
+)
 from nanovllm.fused.tiles import Tiles, gate_up_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
@@ -19,42 +28,61 @@ def gate_up_silu_reference(
 
 def gate_up_silu_triton(
     x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None = None, eps: float = 0.0,
-    tiles: Tiles | None = None,
+    num_done: torch.Tensor | None = None, tiles: Tiles | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return `silu(x @ gate.T) * (x @ up.T)`, [num_rows, intermediate_size].
 
     x: [num_rows, in_features], rows may be strided
     weight: [2 * intermediate_size, in_features], gate first, contiguous
     squares, eps: the factor of each row that x is yet to be multiplied by; see `gemm_add_triton`
+    num_done: as there, where tiles ask for it
     """
     num_rows, in_features = x.shape
     size = weight.shape[0] // 2
     tiles = tiles or gate_up_tiles(num_rows)
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(num_rows, tiles.block_m), size // tiles.width)
+    num_splits = num_splits_of(in_features, tiles)
+    num_cells = tiles.block_m * 2 * tiles.width
+    shares = shares_of(x, grid[0] * grid[1], num_splits, num_cells, num_done)
     # Row tiles first: those that read the same weights run together.
-    _gate_up_silu_kernel[(triton.cdiv(num_rows, tiles.block_m), size // tiles.width)](
-        x, weight, squares, eps, out, num_rows, x.stride(0), SIZE=size, WIDTH=tiles.width,
-        IN_FEATURES=in_features, BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k,
-        PREFETCH=tiles.prefetch, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **parts_options(squares), **pdl_options(x),
+    _gate_up_silu_kernel[(*grid, num_splits)](
+        x, weight, squares, eps, shares, num_done, out, num_rows, x.stride(0), SIZE=size,
+        WIDTH=tiles.width, IN_FEATURES=in_features, NUM_SPLITS=num_splits, BLOCK_M=tiles.block_m,
+        BLOCK_K=tiles.block_k, PREFETCH=tiles.prefetch, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **parts_options(squares), **pdl_options(x),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _gate_up_silu_kernel(
-    x, weight, squares, eps, out, num_rows, x_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    x, weight, squares, eps, shares, num_done, out, num_rows, x_stride,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, IN_FEATURES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * WIDTH
-    gate, up = pair_product(
-        x, x_stride, squares, eps, weight, rows, start, SIZE + start, num_rows, WIDTH, IN_FEATURES,
-        NUM_PARTS, BLOCK_PARTS, BLOCK_M, BLOCK_K, PREFETCH, PDL,
+    split = tl.program_id(2)
+    is_row = rows[:, None] < num_rows
+    lanes = tl.arange(0, 2 * WIDTH)
+    columns = start + tl.where(lanes < WIDTH, lanes, SIZE - WIDTH + lanes)
+    sums = product(
+        x, x_stride, squares, eps, weight, rows, columns, split, num_rows, IN_FEATURES,
+        IN_FEATURES // NUM_SPLITS, NUM_PARTS, BLOCK_PARTS, BLOCK_M, 2 * WIDTH, BLOCK_K, PREFETCH,
+        PDL,
     )  # fmt: skip
+    if NUM_SPLITS > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if not put_share(
+            sums, shares, num_done, tile, split, is_row, BLOCK_M, 2 * WIDTH, NUM_SPLITS
+        ):
+            return
+        sums = sum_shares(shares, tile, is_row, BLOCK_M, 2 * WIDTH, NUM_SPLITS)
+    gate, up = halves(sums, x, WIDTH, BLOCK_M)
     # Rounded between the two factors, as torch does.
     activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     target = out + rows[:, None] * SIZE + start + tl.arange(0, WIDTH)[None, :]
-    tl.store(target, (activated * up).to(out.dtype.element_ty), mask=rows[:, None] < num_rows)
+    tl.store(target, (activated * up).to(out.dtype.element_ty), mask=is_row)

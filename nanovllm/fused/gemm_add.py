@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from nanovllm.fused.product import product
+from nanovllm.fused.product import num_splits_of, product, put_share, shares_of, sum_shares
 from nanovllm.fused.tiles import AddTiles, add_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
-
-NUM_COUNTERS = 4096  # tiles of 16 x 16 or more, 1,024 columns and 512 rows: half of it
 
 
 def gemm_add_reference(
@@ -47,16 +45,13 @@ def gemm_add_triton(
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
     tiles = tiles or add_tiles(num_rows)
-    share = tiles.share or in_features
     grid = (triton.cdiv(num_rows, tiles.block_m), out_features // tiles.block_n)
-    num_splits = in_features // share
+    num_splits = num_splits_of(in_features, tiles)
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
-    assert residual.is_contiguous() and num_done.numel() >= grid[0] * grid[1]
-    assert num_splits * share == in_features and grid[1] * tiles.block_n == out_features
-    shares = residual
-    if num_splits > 1:
-        size = grid[0] * grid[1] * num_splits * tiles.block_m * tiles.block_n
-        shares = torch.empty(size, dtype=torch.float32, device=x.device)
+    assert residual.is_contiguous(), "a program writes its tile of it"
+    assert grid[1] * tiles.block_n == out_features, "the model fits the tiles, or is not fused"
+    num_tiles, num_cells = grid[0] * grid[1], tiles.block_m * tiles.block_n
+    shares = shares_of(x, num_tiles, num_splits, num_cells, num_done)
     scaled = torch.empty_like(residual)
     squares = torch.empty((num_rows, grid[1]), dtype=torch.float32, device=x.device)
     # Row tiles first: those that read the same weights run together.
@@ -86,24 +81,10 @@ def _gemm_add_kernel(
         IN_FEATURES // NUM_SPLITS, 1, 1, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH, PDL,
     )  # fmt: skip
     if NUM_SPLITS > 1:
-        TILE: tl.constexpr = BLOCK_M * BLOCK_N
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        cells += tile * (NUM_SPLITS * TILE)
-        tl.store(shares + cells + split * TILE, sums, mask=is_row)
-        # Every thread's stores come before the barrier, the barrier before one thread's release;
-        # the last program's acquire then sees them all.
-        tl.debug_barrier()
-        if tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") != NUM_SPLITS - 1:
+        if not put_share(sums, shares, num_done, tile, split, is_row, BLOCK_M, BLOCK_N, NUM_SPLITS):
             return
-        tl.store(num_done + tile, 0)
-        # All of them, its own too, so that the order does not depend on who is last; not through
-        # L1: other SMs wrote these.
-        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for part in tl.static_range(NUM_SPLITS):
-            sums += tl.load(
-                shares + cells + part * TILE, mask=is_row, other=0.0, cache_modifier=".cg"
-            )
+        sums = sum_shares(shares, tile, is_row, BLOCK_M, BLOCK_N, NUM_SPLITS)
     targets = rows[:, None] * OUT_FEATURES + columns[None, :]
     dtype: tl.constexpr = residual.dtype.element_ty
     before = tl.load(residual + targets, mask=is_row, other=0.0).to(tl.float32)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from nanovllm.fused.tiles import AddTiles, Tiles
 from nanovllm.kernels._triton import prefetch_l2, tl, triton
+
+NUM_COUNTERS = 4096  # for the tiles of one product, of which there are no more than half as many
 
 
 def scaled_linear_reference(
@@ -20,6 +23,27 @@ def scaled_linear_reference(
         return F.linear(x, weight)
     scale = torch.rsqrt(squares.sum(dim=1, keepdim=True) / x.shape[1] + eps)
     return (F.linear(x.float(), weight.float()) * scale).to(x.dtype)
+
+
+def num_splits_of(in_features: int, tiles: Tiles | AddTiles) -> int:
+    """Return how many programs sum a tile of a product, a share of the features each."""
+    share = tiles.share or in_features
+    is_whole = in_features % share == 0 and share % tiles.block_k == 0
+    assert is_whole, "the model fits the tiles, or is not fused"
+    return in_features // share
+
+
+def shares_of(
+    x: torch.Tensor, num_tiles: int, num_splits: int, num_cells: int, num_done: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return room for the shares of each tile of a product, if there are several.
+
+    num_cells: of a tile; num_done: [NUM_COUNTERS] int32, zeros
+    """
+    if num_splits == 1:
+        return None
+    assert num_done is not None and num_done.numel() >= num_tiles, "a counter for each tile"
+    return torch.empty(num_tiles * num_splits * num_cells, dtype=torch.float32, device=x.device)
 
 
 def parts_options(squares: torch.Tensor | None) -> dict[str, int]:
@@ -81,22 +105,50 @@ def product(
 
 
 @triton.jit
-def pair_product(
-    x, x_stride, squares, eps, weight, rows, first, second, num_rows,
-    WIDTH: tl.constexpr, IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+def put_share(
+    sums, shares, num_done, tile, split, is_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return `x @ weight[first : first + WIDTH].T` and the same from `second`, rounded as stored.
+    """Write what this program's features add to its tile; whether it is the tile's last program."""
+    cells = _cells(tile, BLOCK_M, BLOCK_N, NUM_SPLITS)
+    tl.store(shares + cells + split * (BLOCK_M * BLOCK_N), sums, mask=is_row)
+    # Every thread's stores come before the barrier, the barrier before one thread's release; the
+    # last program's acquire then sees them all.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == NUM_SPLITS - 1
+    if is_last:
+        tl.store(num_done + tile, 0)
+    return is_last
 
-    Each is [BLOCK_M, WIDTH] float32: tiles of the same columns side by side, as the halves of a
-    head that rotate into each other need them, and gate and up.
+
+@triton.jit
+def sum_shares(
+    shares, tile, is_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr
+):
+    """Return the sum of a tile's shares, [BLOCK_M, BLOCK_N]; for its last program."""
+    cells = _cells(tile, BLOCK_M, BLOCK_N, NUM_SPLITS)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # All of them, its own too, so that the order does not depend on who is last; not through L1:
+    # other SMs wrote these.
+    for split in tl.static_range(NUM_SPLITS):
+        pointers = shares + cells + split * (BLOCK_M * BLOCK_N)
+        sums += tl.load(pointers, mask=is_row, other=0.0, cache_modifier=".cg")
+    return sums
+
+
+@triton.jit
+def _cells(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """Return where the first share of a tile lies; the others follow it."""
+    cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    return tile * (NUM_SPLITS * BLOCK_M * BLOCK_N) + cells
+
+
+@triton.jit
+def halves(sums, like, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the left and the right half of [BLOCK_M, 2 * WIDTH], rounded to the dtype of `like`.
+
+    Side by side in the same columns, as the halves of a head that rotate into each other need them,
+    and gate and up.
     """
-    lanes = tl.arange(0, 2 * WIDTH)
-    columns = tl.where(lanes < WIDTH, first + lanes, second - WIDTH + lanes)
-    sums = product(
-        x, x_stride, squares, eps, weight, rows, columns, 0, num_rows, IN_FEATURES, IN_FEATURES,
-        NUM_PARTS, BLOCK_PARTS, BLOCK_M, 2 * WIDTH, BLOCK_K, PREFETCH, PDL,
-    )  # fmt: skip
-    sums = sums.to(x.dtype.element_ty).to(tl.float32)
+    sums = sums.to(like.dtype.element_ty).to(tl.float32)
     return tl.split(tl.permute(tl.reshape(sums, [BLOCK_M, 2, WIDTH]), [0, 2, 1]))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.fused.product import pair_product, parts_options, scaled_linear_reference
+from nanovllm.fused.product import (
+    halves,
+    num_splits_of,
+    parts_options,
+    product,
+    put_share,
+    scaled_linear_reference,
+    shares_of,
+    sum_shares,
+)
 from nanovllm.fused.tiles import Tiles, qkv_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, to_e4m3_range
@@ -31,7 +40,7 @@ def qkv_rope_store_triton(
     k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor, positions: torch.Tensor,
     slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int,
     tiles: Tiles | None = None, kv_scale: torch.Tensor | None = None,
-    squares: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None, num_done: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Project x, norm (if there are weights) and rotate q and k, store k and v; return q.
 
@@ -46,6 +55,7 @@ def qkv_rope_store_triton(
         kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
         squares: with eps the factor of each row that x is yet to be multiplied by; see
             `gemm_add_triton`
+        num_done: as there, where tiles ask for it
 
     Returns q, [num_rows, num_heads, head_dim].
     """
@@ -56,16 +66,21 @@ def qkv_rope_store_triton(
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a cache view is contiguous"
     assert (q_weight is None) == (k_weight is None), "norm both or neither"
     q = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(num_rows, tiles.block_m), num_heads + 2 * num_kv_heads)
+    num_splits = num_splits_of(in_features, tiles)
+    num_cells = tiles.block_m * head_dim
+    shares = shares_of(x, grid[0] * grid[1], num_splits, num_cells, num_done)
     # Row tiles first: those that read the same weights run together.
-    _qkv_rope_store_kernel[(triton.cdiv(num_rows, tiles.block_m), num_heads + 2 * num_kv_heads)](
+    _qkv_rope_store_kernel[(*grid, num_splits)](
         x, squares, weight, x if q_weight is None else q_weight,
         x if k_weight is None else k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
-        kv_scale, num_rows,
+        kv_scale, shares, num_done, num_rows,
         x.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
-        IN_FEATURES=in_features, BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k,
-        HAS_NORM=q_weight is not None, PREFETCH=tiles.prefetch, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **parts_options(squares), **pdl_options(x),
+        IN_FEATURES=in_features, NUM_SPLITS=num_splits, BLOCK_M=tiles.block_m,
+        BLOCK_K=tiles.block_k, HAS_NORM=q_weight is not None, PREFETCH=tiles.prefetch,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **parts_options(squares),
+        **pdl_options(x),
     )  # fmt: skip
     return q
 
@@ -73,19 +88,29 @@ def qkv_rope_store_triton(
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _qkv_rope_store_kernel(
     x, squares, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
-    kv_scale, num_rows, x_stride, positions_stride, slots_stride,
+    kv_scale, shares, num_done, num_rows, x_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    IN_FEATURES: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
-    first, second = pair_product(
-        x, x_stride, squares, eps, weight, rows, head * 2 * HALF, head * 2 * HALF + HALF, num_rows,
-        HALF, IN_FEATURES, NUM_PARTS, BLOCK_PARTS, BLOCK_M, BLOCK_K, PREFETCH, PDL,
-    )  # fmt: skip
+    split = tl.program_id(2)
     is_row = rows < num_rows
+    sums = product(
+        x, x_stride, squares, eps, weight, rows, head * 2 * HALF + tl.arange(0, 2 * HALF), split,
+        num_rows, IN_FEATURES, IN_FEATURES // NUM_SPLITS, NUM_PARTS, BLOCK_PARTS, BLOCK_M,
+        2 * HALF, BLOCK_K, PREFETCH, PDL,
+    )  # fmt: skip
+    if NUM_SPLITS > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + head
+        if not put_share(
+            sums, shares, num_done, tile, split, is_row[:, None], BLOCK_M, 2 * HALF, NUM_SPLITS
+        ):
+            return
+        sums = sum_shares(shares, tile, is_row[:, None], BLOCK_M, 2 * HALF, NUM_SPLITS)
+    first, second = halves(sums, x, HALF, BLOCK_M)
     slot = tl.load(slots + rows * slots_stride, mask=is_row, other=-1).to(tl.int64)
     columns = tl.arange(0, HALF)[None, :]
     is_stored = (slot >= 0)[:, None]
@@ -104,8 +129,8 @@ def _qkv_rope_store_kernel(
     is_key = head >= NUM_HEADS
     if HAS_NORM:
         norm_weight = k_weight if is_key else q_weight
-        squares = tl.sum(first * first + second * second, axis=1)[:, None]
-        scale = tl.rsqrt(squares / (2 * HALF) + eps)
+        total = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = tl.rsqrt(total / (2 * HALF) + eps)
         # Rounded where Hugging Face rounds: after the norm and after its weight.
         weight_first = tl.load(norm_weight + columns).to(tl.float32)
         weight_second = tl.load(norm_weight + HALF + columns).to(tl.float32)

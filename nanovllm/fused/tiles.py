@@ -17,6 +17,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     width: int = 64  # columns of each of the two products; half a head in the QKV projection
+    share: int = 0  # features of the input that one program sums; 0: all of them
     # Bring the weights into L2 while the kernel before still runs; to where the product takes them
     # from, whatever this says, if one block_k is all that a program sums.
     prefetch: bool = True
@@ -29,7 +30,7 @@ class AddTiles:
     block_m: int
     block_n: int
     block_k: int
-    share: int  # features of the input that one program sums; 0: all of them
+    share: int  # as in Tiles
     num_warps: int
     num_stages: int
     prefetch: bool = True

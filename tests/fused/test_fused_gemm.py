@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nanovllm.fused.gate_up_silu import gate_up_silu_reference, gate_up_silu_triton
-from nanovllm.fused.gemm_add import NUM_COUNTERS, gemm_add_reference, gemm_add_triton
+from nanovllm.fused.gemm_add import gemm_add_reference, gemm_add_triton
+from nanovllm.fused.product import NUM_COUNTERS
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_reference, qkv_rope_store_triton
 from nanovllm.fused.tiles import AddTiles, Tiles
 from nanovllm.kernels._triton import HAS_TRITON
@@ -174,21 +175,32 @@ def test_gemm_add_gives_the_same_bits_again():
 
 
 @needs_triton
-@pytest.mark.parametrize("num_parts", [1, 6, 16])
-def test_projections_finish_a_norm_that_was_begun(num_parts):
+@pytest.mark.parametrize(
+    ("num_parts", "tiles"),
+    [
+        (1, Tiles(16, 128, 4, 3, 32)),
+        (6, Tiles(16, 64, 4, 3, 32, share=128)),
+        (16, Tiles(32, 256, 8, 1, 32)),  # weights in one piece
+        (16, Tiles(16, 128, 8, 1, 32, share=128)),
+    ],
+    ids=str,
+)
+def test_projections_finish_a_norm_that_was_begun(num_parts, tiles):
     """Rows that are scaled at the end of a projection are as if they had come normed."""
     inputs = qkv_inputs(20, 2, 1)
     x = inputs["x"] * 8
     squares = torch.rand(20, num_parts, device=DEVICE) * 1e4
     other_caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
     expected = qkv_rope_store_reference(**inputs | other_caches | {"x": x, "squares": squares})
-    tiles = Tiles(16, 128, 4, 3, 32)
-    q = qkv_rope_store_triton(**inputs | {"x": x}, tiles=tiles, squares=squares)
+    num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    options = {"tiles": tiles, "num_done": num_done}
+    q = qkv_rope_store_triton(**inputs | {"x": x}, squares=squares, **options)
     torch.testing.assert_close(q, expected, rtol=0, atol=4 * PRECISION)
     for name, cache in other_caches.items():
         torch.testing.assert_close(inputs[name], cache, rtol=0, atol=4 * PRECISION)
     weight = (random(2 * 64, 256, seed=3) / 8).to(DTYPE)
-    actual = gate_up_silu_triton(x, weight, squares, 1e-6, tiles)
+    actual = gate_up_silu_triton(x, weight, squares, 1e-6, **options)
     expected = gate_up_silu_reference(x, weight, squares, 1e-6)
     torch.testing.assert_close(actual, expected, rtol=PRECISION, atol=PRECISION)
+    assert not num_done.any(), "the next kernel counts from zero"
     assert not torch.allclose(expected, gate_up_silu_reference(x, weight), rtol=0.5)
