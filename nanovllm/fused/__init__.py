@@ -1,6 +1,9 @@
-"""Decode steps of a narrow model in five kernels a layer, which norms and adds are parts of.
+"""Decode steps of a narrow model in fewer kernels: five a layer for few rows, else seven.
 
-The decoder loads this by name on CUDA; what does not fit runs as it does without.
+The five are QKV with all up to attention, attention, the output projection with the add, gate-up
+with the activation, and the down projection with the add; norms are parts of them. With more rows
+the adds and norms are kernels of their own. The decoder loads this by name on CUDA; what does not
+fit runs as it does without.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from nanovllm.fused.gemm_add import gemm_add_triton
 from nanovllm.fused.product import NUM_COUNTERS
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_triton
 from nanovllm.fused.tiles import (
+    FEW_ROWS,
+    MAX_GATE_UP_ROWS,
     MAX_HIDDEN_SIZE,
-    MULTIPLE_OF_HIDDEN_SIZE,
-    MULTIPLE_OF_WIDTH,
-    ROWS,
+    MAX_QKV_ROWS,
+    MULTIPLE_OF_FEATURES,
 )
 from nanovllm.kernels._triton import HAS_TRITON
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -33,14 +38,16 @@ from nanovllm.utils.context import ForwardContext
 _HEAD_DIM = 128
 
 
-def install(model: DecoderModel) -> None:
-    """Let decode steps of `model`, of one rank, use the fused kernels where these fit."""
-    device = model.norm.weight.device
+def install(model: DecoderModel, tp_size: int) -> None:
+    """Let decode steps of `model`, or of a rank's shard of it, use the fused kernels."""
+    weight = model.norm.weight
     # Others have too little shared memory for these tiles.
-    if not HAS_TRITON or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+    if not HAS_TRITON or torch.cuda.get_device_capability(weight.device)[0] not in (9, 10):
         return
     if all(fits(layer) for layer in model.layers):
-        model.run = FusedLayers(device)
+        # A row that waits for its norm may leave float16's range, and ranks sum before the norm.
+        has_five = weight.dtype is torch.bfloat16 and tp_size == 1
+        model.run = FusedLayers(weight.device, has_five=has_five)
 
 
 class FusedLayers:
@@ -49,33 +56,50 @@ class FusedLayers:
     Holds no reference to the model, which holds this.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_five: bool) -> None:
+        self._rows = range(1 if has_five else FEW_ROWS + 1, MAX_QKV_ROWS + 1)
         self._num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
     def __call__(
         self, model: DecoderModel, input_ids: torch.Tensor, positions: torch.Tensor,
         ctx: ForwardContext,
     ) -> torch.Tensor:  # fmt: skip
-        """As `run_layers`, in fewer kernels for decode steps of as many rows as `tiles.ROWS`."""
-        if not ctx.is_decode or len(input_ids) not in ROWS:
+        """As `run_layers`, in fewer kernels for decode steps of as many rows as pays."""
+        if not ctx.is_decode or len(input_ids) not in self._rows:
             return run_layers(model, input_ids, positions, ctx)
         layers: list[Any] = list(model.layers)
         residual = model.embed_tokens(input_ids)
-        # From here on x is what a norm gives but for a factor of each row, which squares tell.
         x, squares = layers[0].input_layernorm(residual), None
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), model.norm]
         for layer, next_norm in zip(layers, next_norms, strict=True):
             attention, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
             x = self._attend(attention, x, squares, positions, model.cos_sin, ctx)
-            x, squares = gemm_add_triton(
-                x, attention.o_proj.weight, residual, norm.weight, self._num_done
-            )
-            x = gate_up_silu_triton(x, mlp.gate_up_proj.weight, squares, norm.eps, self._num_done)
-            x, squares = gemm_add_triton(
-                x, mlp.down_proj.weight, residual, next_norm.weight, self._num_done
-            )
-        normed: torch.Tensor = model.norm(residual)
+            x, squares, residual = self._add_norm(x, attention.o_proj, residual, norm)
+            x = self._activate(mlp, x, squares, norm.eps)
+            x, squares, residual = self._add_norm(x, mlp.down_proj, residual, next_norm)
+        normed: torch.Tensor = x if squares is None else model.norm(residual)
         return normed
+
+    def _add_norm(
+        self, x: torch.Tensor, linear: RowParallelLinear, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return x after projection, add and norm, and the new residual.
+
+        With squares between them x lacks the norm's factor of each row, which they tell.
+        """
+        if len(x) > FEW_ROWS:
+            x, residual = norm(linear.partials(x), residual)
+            return x, None, residual
+        x, squares = gemm_add_triton(x, linear.weight, residual, norm.weight, self._num_done)
+        return x, squares, residual
+
+    def _activate(
+        self, layer: GatedMLP, x: torch.Tensor, squares: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        linear = layer.gate_up_proj
+        if len(x) > MAX_GATE_UP_ROWS:
+            return silu_and_mul(linear(x))
+        return gate_up_silu_triton(x, linear.weight, squares, eps, self._num_done)
 
     def _attend(
         self, layer: SelfAttention, x: torch.Tensor, squares: torch.Tensor | None,
@@ -95,7 +119,7 @@ class FusedLayers:
 
 
 def fits(layer: torch.nn.Module) -> bool:
-    """Whether the kernels can do what this layer, of one rank, does."""
+    """Whether the kernels can do what this layer does."""
     if type(layer) is not DecoderLayer:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -115,11 +139,10 @@ def fits(layer: torch.nn.Module) -> bool:
     if any(getattr(module, "bias", None) is not None for module in kinds):
         return False
     hidden_size, size = mlp.down_proj.weight.shape
-    width = attention.o_proj.weight.shape[1]
+    features = (hidden_size, size, attention.o_proj.weight.shape[1])
     return (
-        all(module.weight.dtype is torch.bfloat16 for module in kinds)
+        mlp.down_proj.weight.dtype in (torch.bfloat16, torch.float16)
         and attention.head_dim == _HEAD_DIM
         and hidden_size <= MAX_HIDDEN_SIZE
-        and hidden_size % MULTIPLE_OF_HIDDEN_SIZE == 0
-        and size % MULTIPLE_OF_WIDTH == width % MULTIPLE_OF_WIDTH == 0
+        and all(count % MULTIPLE_OF_FEATURES == 0 for count in features)
     )

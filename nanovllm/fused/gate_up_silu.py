@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from nanovllm.fused.product import (
+    grid_of,
     halves,
-    num_splits_of,
-    parts_options,
+    num_parts_of,
     product,
+    product_share,
     put_share,
     scaled_linear_reference,
     shares_of,
@@ -34,24 +35,24 @@ def gate_up_silu_triton(
 
     x: [num_rows, in_features], rows may be strided
     weight: [2 * intermediate_size, in_features], gate first, contiguous
-    squares, eps: the factor of each row that x is yet to be multiplied by; see `gemm_add_triton`
-    num_done: as there, where tiles ask for it
+    squares, eps: the factor of each row that x is yet to be multiplied by; see `gemm_add_triton`;
+        for split tiles only, which are those of few rows
+    num_done: as there, for split tiles
     """
     num_rows, in_features = x.shape
     size = weight.shape[0] // 2
     tiles = tiles or gate_up_tiles(num_rows)
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
+    assert squares is None or tiles.is_split, "only shares are scaled"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(num_rows, tiles.block_m), size // tiles.width)
-    num_splits = num_splits_of(in_features, tiles)
+    grid = grid_of(x, size // tiles.width, tiles)
     num_cells = tiles.block_m * 2 * tiles.width
-    shares = shares_of(x, grid[0] * grid[1], num_splits, num_cells, num_done)
-    # Row tiles first: those that read the same weights run together.
-    _gate_up_silu_kernel[(*grid, num_splits)](
+    shares = shares_of(x, grid, num_cells, num_done) if tiles.is_split else None
+    _gate_up_silu_kernel[grid](
         x, weight, squares, eps, shares, num_done, out, num_rows, x.stride(0), SIZE=size,
-        WIDTH=tiles.width, IN_FEATURES=in_features, NUM_SPLITS=num_splits, BLOCK_M=tiles.block_m,
-        BLOCK_K=tiles.block_k, PREFETCH=tiles.prefetch, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **parts_options(squares), **pdl_options(x),
+        WIDTH=tiles.width, IN_FEATURES=in_features, NUM_PARTS=num_parts_of(squares),
+        BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -59,28 +60,28 @@ def gate_up_silu_triton(
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _gate_up_silu_kernel(
     x, weight, squares, eps, shares, num_done, out, num_rows, x_stride,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, IN_FEATURES: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    NUM_SPLITS: tl.constexpr = IN_FEATURES // BLOCK_K
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * WIDTH
-    split = tl.program_id(2)
     is_row = rows[:, None] < num_rows
     lanes = tl.arange(0, 2 * WIDTH)
     columns = start + tl.where(lanes < WIDTH, lanes, SIZE - WIDTH + lanes)
-    sums = product(
-        x, x_stride, squares, eps, weight, rows, columns, split, num_rows, IN_FEATURES,
-        IN_FEATURES // NUM_SPLITS, NUM_PARTS, BLOCK_PARTS, BLOCK_M, 2 * WIDTH, BLOCK_K, PREFETCH,
-        PDL,
-    )  # fmt: skip
-    if NUM_SPLITS > 1:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if not put_share(
-            sums, shares, num_done, tile, split, is_row, BLOCK_M, 2 * WIDTH, NUM_SPLITS
-        ):
+    if shares is None:
+        sums = product(
+            x, x_stride, weight, rows, columns, num_rows, IN_FEATURES, BLOCK_M, 2 * WIDTH,
+            BLOCK_K, PDL,
+        )  # fmt: skip
+    else:
+        sums = product_share(
+            x, x_stride, squares, eps, weight, rows, columns, num_rows, IN_FEATURES, NUM_PARTS,
+            BLOCK_K, PDL,
+        )  # fmt: skip
+        if not put_share(sums, shares, num_done, is_row, BLOCK_M, 2 * WIDTH, NUM_SPLITS):
             return
-        sums = sum_shares(shares, tile, is_row, BLOCK_M, 2 * WIDTH, NUM_SPLITS)
+        sums = sum_shares(shares, is_row, BLOCK_M, 2 * WIDTH, NUM_SPLITS)
     gate, up = halves(sums, x, WIDTH, BLOCK_M)
     # Rounded between the two factors, as torch does.
     activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)

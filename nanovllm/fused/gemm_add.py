@@ -1,4 +1,4 @@
-"""A narrow projection of a decode step with the residual add behind it and half of the norm.
+"""A narrow projection of few rows with the residual add behind it and half of the norm.
 
 As in `kernels/split_gemm.py` K is split over programs; here the last program of a tile sums the
 shares, so that no kernel stands between this projection and the next one. A norm's factor of a row
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from nanovllm.fused.product import num_splits_of, product, put_share, shares_of, sum_shares
-from nanovllm.fused.tiles import AddTiles, add_tiles
+from nanovllm.fused.product import grid_of, product_share, put_share, shares_of, sum_shares
+from nanovllm.fused.tiles import FEW, Tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 
 
@@ -26,7 +26,7 @@ def gemm_add_reference(
 
 def gemm_add_triton(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor,
-    num_done: torch.Tensor, tiles: AddTiles | None = None,
+    num_done: torch.Tensor, tiles: Tiles = FEW,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Add `x @ weight.T` to `residual`, in place, and prepare the norm of the sum.
 
@@ -36,6 +36,7 @@ def gemm_add_triton(
         residual: [num_rows, out_features], contiguous, in place; rounded as `add_rms_norm` does
         norm_weight: [out_features]
         num_done: [NUM_COUNTERS] int32, zeros, and zeros again when the kernel ends
+        tiles: split ones
 
     Returns:
         the new residual times norm_weight, [num_rows, out_features]; not for float16, whose range
@@ -44,47 +45,38 @@ def gemm_add_triton(
     """
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
-    tiles = tiles or add_tiles(num_rows)
-    grid = (triton.cdiv(num_rows, tiles.block_m), out_features // tiles.block_n)
-    num_splits = num_splits_of(in_features, tiles)
+    grid = grid_of(x, out_features // tiles.width, tiles)
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
     assert residual.is_contiguous(), "a program writes its tile of it"
-    assert grid[1] * tiles.block_n == out_features, "the model fits the tiles, or is not fused"
-    num_tiles, num_cells = grid[0] * grid[1], tiles.block_m * tiles.block_n
-    shares = shares_of(x, num_tiles, num_splits, num_cells, num_done)
+    assert grid[1] * tiles.width == out_features, "the model fits the tiles, or is not fused"
+    shares = shares_of(x, grid, tiles.block_m * tiles.width, num_done)
     scaled = torch.empty_like(residual)
     squares = torch.empty((num_rows, grid[1]), dtype=torch.float32, device=x.device)
-    # Row tiles first: those that read the same weights run together.
-    _gemm_add_kernel[(*grid, num_splits)](
-        x, weight, residual, norm_weight, shares, scaled, squares, num_done, num_rows, x.stride(0),
+    _gemm_add_kernel[grid](
+        x, weight, residual, norm_weight, shares, num_done, scaled, squares, num_rows, x.stride(0),
         OUT_FEATURES=out_features, IN_FEATURES=in_features, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, NUM_SPLITS=num_splits,
-        PREFETCH=tiles.prefetch, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **pdl_options(x),
+        BLOCK_N=tiles.width, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **pdl_options(x),
     )  # fmt: skip
     return scaled, squares
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
 def _gemm_add_kernel(
-    x, weight, residual, norm_weight, shares, scaled, squares, num_done, num_rows, x_stride,
+    x, weight, residual, norm_weight, shares, num_done, scaled, squares, num_rows, x_stride,
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    NUM_SPLITS: tl.constexpr = IN_FEATURES // BLOCK_K
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(2)
     is_row = rows[:, None] < num_rows
-    sums = product(
-        x, x_stride, None, 0.0, weight, rows, columns, split, num_rows, IN_FEATURES,
-        IN_FEATURES // NUM_SPLITS, 1, 1, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH, PDL,
-    )  # fmt: skip
-    if NUM_SPLITS > 1:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if not put_share(sums, shares, num_done, tile, split, is_row, BLOCK_M, BLOCK_N, NUM_SPLITS):
-            return
-        sums = sum_shares(shares, tile, is_row, BLOCK_M, BLOCK_N, NUM_SPLITS)
+    sums = product_share(
+        x, x_stride, None, 0.0, weight, rows, columns, num_rows, IN_FEATURES, 1, BLOCK_K, PDL
+    )
+    if not put_share(sums, shares, num_done, is_row, BLOCK_M, BLOCK_N, NUM_SPLITS):
+        return
+    sums = sum_shares(shares, is_row, BLOCK_M, BLOCK_N, NUM_SPLITS)
     targets = rows[:, None] * OUT_FEATURES + columns[None, :]
     dtype: tl.constexpr = residual.dtype.element_ty
     before = tl.load(residual + targets, mask=is_row, other=0.0).to(tl.float32)

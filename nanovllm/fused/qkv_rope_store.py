@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from nanovllm.fused.product import (
+    grid_of,
     halves,
-    num_splits_of,
-    parts_options,
+    num_parts_of,
     product,
+    product_share,
     put_share,
     scaled_linear_reference,
     shares_of,
@@ -54,8 +55,8 @@ def qkv_rope_store_triton(
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in place
         kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
         squares: with eps the factor of each row that x is yet to be multiplied by; see
-            `gemm_add_triton`
-        num_done: as there, where tiles ask for it
+            `gemm_add_triton`; for split tiles only, which are those of few rows
+        num_done: as there, for split tiles
 
     Returns q, [num_rows, num_heads, head_dim].
     """
@@ -65,22 +66,19 @@ def qkv_rope_store_triton(
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weight must be contiguous"
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a cache view is contiguous"
     assert (q_weight is None) == (k_weight is None), "norm both or neither"
+    assert squares is None or tiles.is_split, "only shares are scaled"
     q = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(num_rows, tiles.block_m), num_heads + 2 * num_kv_heads)
-    num_splits = num_splits_of(in_features, tiles)
-    num_cells = tiles.block_m * head_dim
-    shares = shares_of(x, grid[0] * grid[1], num_splits, num_cells, num_done)
-    # Row tiles first: those that read the same weights run together.
-    _qkv_rope_store_kernel[(*grid, num_splits)](
+    grid = grid_of(x, num_heads + 2 * num_kv_heads, tiles)
+    shares = shares_of(x, grid, tiles.block_m * head_dim, num_done) if tiles.is_split else None
+    _qkv_rope_store_kernel[grid](
         x, squares, weight, x if q_weight is None else q_weight,
         x if k_weight is None else k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
         kv_scale, shares, num_done, num_rows,
         x.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
-        IN_FEATURES=in_features, NUM_SPLITS=num_splits, BLOCK_M=tiles.block_m,
-        BLOCK_K=tiles.block_k, HAS_NORM=q_weight is not None, PREFETCH=tiles.prefetch,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **parts_options(squares),
-        **pdl_options(x),
+        IN_FEATURES=in_features, NUM_PARTS=num_parts_of(squares), BLOCK_M=tiles.block_m,
+        BLOCK_K=tiles.block_k, HAS_NORM=q_weight is not None, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **pdl_options(x),
     )  # fmt: skip
     return q
 
@@ -90,26 +88,27 @@ def _qkv_rope_store_kernel(
     x, squares, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
     kv_scale, shares, num_done, num_rows, x_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    IN_FEATURES: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_NORM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    NUM_SPLITS: tl.constexpr = IN_FEATURES // BLOCK_K
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
-    split = tl.program_id(2)
     is_row = rows < num_rows
-    sums = product(
-        x, x_stride, squares, eps, weight, rows, head * 2 * HALF + tl.arange(0, 2 * HALF), split,
-        num_rows, IN_FEATURES, IN_FEATURES // NUM_SPLITS, NUM_PARTS, BLOCK_PARTS, BLOCK_M,
-        2 * HALF, BLOCK_K, PREFETCH, PDL,
-    )  # fmt: skip
-    if NUM_SPLITS > 1:
-        tile = tl.program_id(0) * tl.num_programs(1) + head
-        if not put_share(
-            sums, shares, num_done, tile, split, is_row[:, None], BLOCK_M, 2 * HALF, NUM_SPLITS
-        ):
+    features_of_head = head * 2 * HALF + tl.arange(0, 2 * HALF)
+    if shares is None:
+        sums = product(
+            x, x_stride, weight, rows, features_of_head, num_rows, IN_FEATURES, BLOCK_M, 2 * HALF,
+            BLOCK_K, PDL,
+        )  # fmt: skip
+    else:
+        sums = product_share(
+            x, x_stride, squares, eps, weight, rows, features_of_head, num_rows, IN_FEATURES,
+            NUM_PARTS, BLOCK_K, PDL,
+        )  # fmt: skip
+        if not put_share(sums, shares, num_done, is_row[:, None], BLOCK_M, 2 * HALF, NUM_SPLITS):
             return
-        sums = sum_shares(shares, tile, is_row[:, None], BLOCK_M, 2 * HALF, NUM_SPLITS)
+        sums = sum_shares(shares, is_row[:, None], BLOCK_M, 2 * HALF, NUM_SPLITS)
     first, second = halves(sums, x, HALF, BLOCK_M)
     slot = tl.load(slots + rows * slots_stride, mask=is_row, other=-1).to(tl.int64)
     columns = tl.arange(0, HALF)[None, :]

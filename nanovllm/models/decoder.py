@@ -171,8 +171,8 @@ class DecoderForCausalLM(nn.Module):
             dtype=dtype,
             weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        if device.type == "cuda" and backend.is_capturable and parallel.tp_size == 1:
-            import_module("nanovllm.fused").install(self.model)  # faster only, so loaded by name
+        if device.type == "cuda" and backend.is_capturable:  # faster only, so loaded by name
+            import_module("nanovllm.fused").install(self.model, parallel.tp_size)
 
     def attention_options(self, config: ModelConfig) -> AttentionOptions:
         """What the architecture's attention looks like."""

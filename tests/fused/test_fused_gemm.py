@@ -7,7 +7,7 @@ from nanovllm.fused.gate_up_silu import gate_up_silu_reference, gate_up_silu_tri
 from nanovllm.fused.gemm_add import gemm_add_reference, gemm_add_triton
 from nanovllm.fused.product import NUM_COUNTERS
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_reference, qkv_rope_store_triton
-from nanovllm.fused.tiles import AddTiles, Tiles
+from nanovllm.fused.tiles import FEW, Tiles, gate_up_tiles, qkv_tiles
 from nanovllm.kernels._triton import HAS_TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,34 +127,34 @@ def test_gate_up_is_what_it_fuses(num_rows, tiles):
     torch.testing.assert_close(actual, expected, rtol=PRECISION, atol=PRECISION)
 
 
-def gemm_add_inputs(num_rows, dtype):
-    out_features, in_features = 128, 512
+def gemm_add_inputs(num_rows, in_features=1024):
+    out_features = 128
     return {
-        "x": random(num_rows, 2 * in_features, seed=2).to(dtype)[:, :in_features],
-        "weight": (random(out_features, in_features, seed=3) / in_features**0.5).to(dtype),
-        "residual": random(num_rows, out_features, seed=4).to(dtype),
-        "norm_weight": (1 + random(out_features, seed=5) / 4).to(dtype),
+        "x": random(num_rows, 2 * in_features, seed=2).to(DTYPE)[:, :in_features],
+        "weight": (random(out_features, in_features, seed=3) / in_features**0.5).to(DTYPE),
+        "residual": random(num_rows, out_features, seed=4).to(DTYPE),
+        "norm_weight": (1 + random(out_features, seed=5) / 4).to(DTYPE),
+        "num_done": torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE),
     }
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("num_rows", "tiles"),
+    ("num_rows", "in_features", "tiles"),
     [
-        (1, AddTiles(16, 64, 128, 256, 4, 3)),
-        (17, AddTiles(16, 32, 64, 128, 4, 3)),
-        (33, AddTiles(32, 16, 128, 0, 4, 3)),  # nothing to add up
-        (67, AddTiles(64, 32, 128, 128, 4, 3)),  # weights in one piece
-        (20, None),
+        (1, 1024, FEW),
+        (16, 1536, FEW),
+        (3, 512, FEW),  # nothing to add up
+        (33, 512, Tiles(16, 256, 4, 1, 32, is_split=True)),  # counters of several row tiles
     ],
     ids=str,
 )
-def test_gemm_add_is_what_it_fuses(num_rows, tiles):
-    inputs = gemm_add_inputs(num_rows, DTYPE)
+def test_gemm_add_is_what_it_fuses(num_rows, in_features, tiles):
+    inputs = gemm_add_inputs(num_rows, in_features)
+    num_done = inputs.pop("num_done")
     expected, expected_squares, expected_sum = gemm_add_reference(**inputs)
-    num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     scaled, squares = gemm_add_triton(**inputs, num_done=num_done, tiles=tiles)
-    assert squares.shape == (num_rows, 128 // (tiles.block_n if tiles else 64))
+    assert squares.shape == (num_rows, 128 // tiles.width)
     close = {"rtol": PRECISION, "atol": PRECISION}
     torch.testing.assert_close(inputs["residual"], expected_sum, **close)
     torch.testing.assert_close(scaled, expected, **close)
@@ -167,29 +167,22 @@ def test_gemm_add_gives_the_same_bits_again():
     """Whichever program is last."""
     results = []
     for _ in range(2 if DEVICE == "cpu" else 50):
-        inputs = gemm_add_inputs(40, DTYPE)
-        num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
-        results.append((*gemm_add_triton(**inputs, num_done=num_done), inputs["residual"]))
+        inputs = gemm_add_inputs(16)
+        results.append((*gemm_add_triton(**inputs), inputs["residual"]))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("num_parts", "tiles"),
-    [
-        (1, Tiles(16, 128, 4, 3, 32)),
-        (6, Tiles(16, 64, 4, 3, 32, share=128)),
-        (16, Tiles(32, 256, 8, 1, 32)),  # weights in one piece
-        (16, Tiles(16, 128, 8, 1, 32, share=128)),
-    ],
-    ids=str,
+    ("num_rows", "num_parts", "block_k"), [(1, 1, 256), (16, 16, 128), (20, 8, 64)], ids=str
 )
-def test_projections_finish_a_norm_that_was_begun(num_parts, tiles):
+def test_projections_finish_a_norm_that_was_begun(num_rows, num_parts, block_k):
     """Rows that are scaled at the end of a projection are as if they had come normed."""
-    inputs = qkv_inputs(20, 2, 1)
+    tiles = Tiles(16, block_k, 8, 1, is_split=True)
+    inputs = qkv_inputs(num_rows, 2, 1)
     x = inputs["x"] * 8
-    squares = torch.rand(20, num_parts, device=DEVICE) * 1e4
+    squares = torch.rand(num_rows, num_parts, device=DEVICE) * 1e4
     other_caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
     expected = qkv_rope_store_reference(**inputs | other_caches | {"x": x, "squares": squares})
     num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
@@ -204,3 +197,27 @@ def test_projections_finish_a_norm_that_was_begun(num_parts, tiles):
     torch.testing.assert_close(actual, expected, rtol=PRECISION, atol=PRECISION)
     assert not num_done.any(), "the next kernel counts from zero"
     assert not torch.allclose(expected, gate_up_silu_reference(x, weight), rtol=0.5)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_first_projection_takes_rows_that_are_normed(dtype):
+    """Split as for few rows, and in one piece in float16 too."""
+    inputs = qkv_inputs(4, 2, 1)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dtype is DTYPE:
+            inputs[name] = value.to(dtype)
+    other_caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
+    expected = qkv_rope_store_reference(**inputs | other_caches)
+    is_split = dtype is torch.bfloat16
+    num_done = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE) if is_split else None
+    tiles = Tiles(16, 128, 4, 1, is_split=is_split)
+    q = qkv_rope_store_triton(**inputs, tiles=tiles, num_done=num_done)
+    torch.testing.assert_close(q, expected, rtol=0, atol=4 * PRECISION)
+    torch.testing.assert_close(inputs["k_cache"], other_caches["k_cache"], rtol=0, atol=0.07)
+
+
+def test_few_rows_have_split_tiles_and_no_others():
+    for pick, most in ((qkv_tiles, 512), (gate_up_tiles, 256)):
+        split = [num_rows for num_rows in range(1, most + 1) if pick(num_rows).is_split]
+        assert split == list(range(1, 17))

@@ -1,5 +1,6 @@
-"""The five-kernel layers against the ordinary ones: the same numbers, where they fit."""
+"""The fused layers against the ordinary ones: the same numbers, where they fit."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from model_harness import build
 from tiny_models import write_tiny, write_tiny_qwen3
 
 from nanovllm.fused import FusedLayers, fits
-from nanovllm.fused.tiles import Tiles
+from nanovllm.fused.tiles import Tiles, gate_up_tiles
 from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.models.decoder import run_layers
 from nanovllm.models.model_config import load_model_config
@@ -18,9 +19,9 @@ from nanovllm.utils.loader import load_model
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FITTING = {
-    "hidden_size": 128,
+    "hidden_size": 512,
     "head_dim": 128,
-    "num_attention_heads": 8,
+    "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "intermediate_size": 1024,
 }
@@ -75,46 +76,86 @@ def few_programs(monkeypatch):
     """In the interpreter a program takes 15 ms, whatever it does."""
     if DEVICE.type == "cpu":
         wide = Tiles(64, 128, 4, 3, 64)
-        monkeypatch.setattr("nanovllm.fused.gate_up_silu.gate_up_tiles", lambda num_rows: wide)
+        monkeypatch.setattr(
+            "nanovllm.fused.gate_up_silu.gate_up_tiles",
+            lambda num_rows: gate_up_tiles(num_rows) if num_rows <= 16 else wide,
+        )
 
 
-@pytest.mark.parametrize("num_rows", [1, 20] if DEVICE.type == "cpu" else [1, 20, 64, 100, 256])
+@pytest.mark.parametrize(
+    "num_rows", [16, 20, 260] if DEVICE.type == "cpu" else [1, 16, 20, 64, 100, 256, 512]
+)
 @pytest.mark.usefixtures("few_programs")
 def test_fused_layers_are_as_near_to_float32_as_ordinary_ones(models, num_rows):
     in_bfloat16, in_float32 = models
-    fused = FusedLayers(DEVICE)
+    fused = FusedLayers(DEVICE, has_five=True)
     exact = run(run_layers, in_float32, num_rows)
     ordinary = run(run_layers, in_bfloat16, num_rows)
     ours = run(fused, in_bfloat16, num_rows)
     for mine, theirs, right in zip(ours, ordinary, exact, strict=True):
         assert (mine - right).abs().mean() <= 1.1 * (theirs - right).abs().mean() + 1e-6
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0.15)
-    if num_rows > 1:
+    if num_rows == 16:
         for again, mine in zip(run(fused, in_bfloat16, num_rows), ours, strict=True):
             assert torch.equal(again, mine), "a step leaves nothing behind for the next"
 
 
-def test_prefill_steps_and_large_batches_run_the_ordinary_layers(models, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_rows", "options", "expected"),
+    [
+        (16, {}, {"add": 4, "qkv": 2, "gate_up": 2}),  # of two layers
+        (17, {}, {"qkv": 2, "gate_up": 2}),
+        (257, {}, {"qkv": 2}),
+        (512, {"has_five": False}, {"qkv": 2}),
+        (513, {}, {"ordinary": 1}),
+        (16, {"is_decode": False}, {"ordinary": 1}),
+        (17, {"has_five": False}, {"qkv": 2, "gate_up": 2}),
+        (16, {"has_five": False}, {"ordinary": 1}),  # float16, or one rank of several
+    ],
+    ids=str,
+)
+def test_the_number_of_rows_decides_which_kernels_run(
+    models, monkeypatch, num_rows, options, expected
+):
     model, _ = models
-    ran = []
-    monkeypatch.setattr("nanovllm.fused.run_layers", lambda *args: ran.append(len(args[1])))
-    fused = FusedLayers(DEVICE)
-    ctx = decode_context(4, torch.bfloat16)
-    ids = torch.zeros(4, dtype=torch.int64)
-    fused(model, ids, ids, replace(ctx, is_decode=False))
-    fused(model, ids.new_zeros(1000), ids, ctx)
-    assert ran == [4, 1000]
+    ran = Counter()
+
+    def note(name, result):
+        ran[name] += 1
+        return result
+
+    x, wide = torch.zeros(2, num_rows, 512, dtype=torch.bfloat16, device=DEVICE)
+    q = wide.view(num_rows, 4, 128)
+    squares = torch.ones(num_rows, 8, device=DEVICE)
+    heads = torch.zeros(num_rows, 1024, dtype=torch.bfloat16, device=DEVICE)
+    for name, result in {
+        "gemm_add_triton": ("add", (x, squares)),
+        "qkv_rope_store_triton": ("qkv", q),
+        "gate_up_silu_triton": ("gate_up", heads),
+        "run_layers": ("ordinary", x),
+    }.items():
+        monkeypatch.setattr(f"nanovllm.fused.{name}", lambda *a, r=result, **b: note(*r))
+    for layer in model.layers:
+        monkeypatch.setattr(layer.self_attn.backend, "forward", lambda q, *others: q)
+    fused = FusedLayers(DEVICE, has_five=options.get("has_five", True))
+    ctx = replace(
+        decode_context(num_rows, torch.bfloat16), is_decode=options.get("is_decode", True)
+    )
+    ids = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+    assert fused(model, ids, ids, ctx).shape == (num_rows, 512)
+    assert ran == expected
 
 
 @pytest.mark.parametrize(
     ("overrides", "dtype"),
     [
-        ({"head_dim": 64, "num_attention_heads": 16}, torch.bfloat16),
-        ({"hidden_size": 320}, torch.bfloat16),
-        ({"intermediate_size": 1536}, torch.bfloat16),
-        ({"num_attention_heads": 4}, torch.bfloat16),
+        ({"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16),
+        ({"hidden_size": 896}, torch.bfloat16),
+        ({"hidden_size": 1536}, torch.bfloat16),
+        ({"intermediate_size": 768}, torch.bfloat16),
+        ({"num_attention_heads": 6}, torch.bfloat16),
         ({"attention_bias": True}, torch.bfloat16),
-        ({}, torch.float16),  # a row that waits for its norm may leave its range
+        ({}, torch.float32),
     ],
     ids=str,
 )
@@ -122,6 +163,12 @@ def test_other_layers_stay_as_they_are(tmp_path, overrides, dtype):
     directory = write_tiny_qwen3(tmp_path, **FITTING | overrides)
     model = build(load_model_config(directory), dtype=dtype)
     assert not any(fits(layer) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dense_layers_of_16_bits_fit(tmp_path, dtype):
+    model = build(load_model_config(write_tiny_qwen3(tmp_path, **FITTING)), dtype=dtype)
+    assert all(fits(layer) for layer in model.model.layers)
 
 
 def test_quantised_and_sparse_layers_stay_as_they_are(tmp_path):

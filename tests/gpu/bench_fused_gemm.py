@@ -1,14 +1,13 @@
-"""Time decode layers of Qwen3-0.6B: `python -m tests.gpu.bench_fused_gemm`, about 60 s.
+"""Time decode layers of Qwen3-0.6B: `python -m tests.gpu.bench_fused_gemm`, about 45 s.
 
-Each figure is 28 layers with weights of their own in one CUDA graph, so that weights come from
-memory and kernels overlap as they do in a decode step; without attention unless it is said.
+Each figure is 28 layers without attention, with weights of their own in one CUDA graph, so that
+weights come from memory and kernels overlap as they do in a decode step.
 
     plain:    norm, library QKV, QK-norm+rope+store, output projection, norm, gate-up, SiLU, down
-    seven:    the same with QKV and gate-up fused with what follows them
-    five:     norms and adds in the projections too: what `nanovllm.fused` runs
+    used:     what `nanovllm.fused` runs with as many rows
+    best:     the same with the best tiles found, tried one kernel after another
 
-Settings of `five` are tried one kernel after another: block_m x columns x block_k, for the adding
-projections "/ features a program sums", then warps w and stages s.
+Tiles are block_m x columns x block_k, then warps w and stages s.
 """
 
 from __future__ import annotations
@@ -28,68 +27,56 @@ from nanovllm.fused.gate_up_silu import gate_up_silu_reference, gate_up_silu_tri
 from nanovllm.fused.gemm_add import gemm_add_reference, gemm_add_triton
 from nanovllm.fused.product import NUM_COUNTERS
 from nanovllm.fused.qkv_rope_store import qkv_rope_store_reference, qkv_rope_store_triton
-from nanovllm.fused.tiles import AddTiles, Tiles, add_tiles, gate_up_tiles, qkv_tiles
+from nanovllm.fused.tiles import (
+    FEW,
+    FEW_ROWS,
+    MAX_GATE_UP_ROWS,
+    MAX_QKV_ROWS,
+    Tiles,
+    gate_up_tiles,
+    qkv_tiles,
+)
 from nanovllm.kernels._triton import triton
-from nanovllm.kernels.decode_plan import DecodePlan
-from nanovllm.kernels.paged_attention import paged_attention_triton
 from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_triton
 from nanovllm.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_triton
 from nanovllm.kernels.split_gemm import split_gemm
 
-WITH_ATTENTION = (16, 64, 128, 256)
 BATCHES = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, SIZE, PAGE = 28, 1024, 16, 8, 128, 3072, 64
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 EPS = 1e-6
 
+
+def split(block_m: int, block_k: int, num_warps: int, width: int = 64) -> Tiles:
+    return Tiles(block_m, block_k, num_warps, 1, width, is_split=True)
+
+
+ADD_TILES = [
+    FEW, split(16, 512, 4, 32), split(16, 1024, 8, 32), split(16, 256, 4), split(16, 256, 8),
+]  # fmt: skip
 QKV_TILES = [
-    Tiles(16, 128, 4, 5), Tiles(16, 128, 4, 3), Tiles(16, 128, 8, 4), Tiles(16, 256, 8, 3),
-    Tiles(32, 128, 4, 3), Tiles(32, 128, 8, 4), Tiles(64, 64, 4, 6), Tiles(64, 128, 4, 4),
-    Tiles(64, 128, 8, 4), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4),
-    Tiles(16, 512, 8, 1, 64, 512), Tiles(16, 256, 8, 1, 64, 256), Tiles(16, 128, 4, 4, 64, 512),
-    Tiles(32, 512, 8, 1, 64, 512), Tiles(32, 256, 8, 1, 64, 256),
-    Tiles(64, 512, 8, 1, 64, 512), Tiles(64, 256, 8, 1, 64, 256), Tiles(64, 128, 4, 4, 64, 512),
-    Tiles(128, 128, 8, 3, 64, 512),
+    FEW, split(16, 512, 4), split(16, 256, 8), split(16, 256, 4),
+    Tiles(16, 128, 4, 5), Tiles(16, 128, 8, 4), Tiles(16, 256, 8, 3), Tiles(32, 128, 4, 3),
+    Tiles(64, 64, 4, 6), Tiles(64, 128, 4, 4), Tiles(64, 128, 8, 4), Tiles(128, 64, 8, 3),
+    Tiles(128, 64, 8, 4),
 ]  # fmt: skip
 GATE_UP_TILES = [
-    Tiles(16, 128, 4, 6, 16), Tiles(16, 128, 4, 4, 32), Tiles(16, 256, 4, 3, 16),
-    Tiles(32, 128, 4, 4, 32), Tiles(64, 128, 4, 4, 16), Tiles(64, 128, 4, 3, 32),
-    Tiles(64, 128, 4, 3, 64), Tiles(64, 64, 4, 6, 32), Tiles(64, 64, 4, 4, 32),
-    Tiles(64, 64, 4, 4, 64), Tiles(128, 64, 8, 4, 64), Tiles(128, 64, 8, 5, 32),
-    Tiles(16, 1024, 8, 1, 32), Tiles(16, 1024, 8, 1, 16), Tiles(32, 1024, 8, 1, 32),
-    Tiles(32, 1024, 8, 1, 16), Tiles(64, 1024, 8, 1, 16),
-    Tiles(16, 512, 8, 1, 64, 512), Tiles(16, 256, 8, 1, 64, 256), Tiles(16, 512, 8, 1, 32, 512),
-    Tiles(32, 512, 8, 1, 64, 512), Tiles(32, 256, 8, 1, 64, 256), Tiles(32, 512, 8, 1, 32, 512),
-    Tiles(64, 512, 8, 1, 64, 512), Tiles(64, 256, 8, 1, 64, 256), Tiles(64, 512, 8, 1, 32, 512),
-    Tiles(64, 128, 4, 4, 64, 512),
-]  # fmt: skip
-ADD_TILES = [
-    AddTiles(16, 16, 128, 0, 2, 6), AddTiles(16, 16, 256, 0, 4, 4), AddTiles(16, 32, 128, 0, 4, 6),
-    AddTiles(16, 32, 128, 1024, 4, 5), AddTiles(16, 32, 128, 512, 4, 4),
-    AddTiles(16, 64, 128, 512, 4, 4), AddTiles(16, 32, 512, 512, 4, 1),
-    AddTiles(16, 32, 1024, 1024, 8, 1), AddTiles(16, 64, 512, 512, 8, 1),
-    AddTiles(32, 32, 128, 1024, 4, 4), AddTiles(32, 64, 128, 512, 4, 4),
-    AddTiles(32, 32, 512, 512, 8, 1), AddTiles(32, 64, 512, 512, 8, 1),
-    AddTiles(64, 16, 128, 0, 4, 6), AddTiles(64, 16, 128, 1024, 4, 5),
-    AddTiles(64, 32, 128, 1024, 4, 4), AddTiles(64, 32, 128, 512, 4, 4),
-    AddTiles(64, 64, 128, 512, 4, 4), AddTiles(64, 64, 128, 1024, 4, 4),
-    AddTiles(64, 64, 128, 256, 4, 2), AddTiles(64, 64, 128, 512, 8, 4),
-    AddTiles(64, 64, 256, 256, 8, 1), AddTiles(64, 32, 256, 256, 4, 1),
-    AddTiles(64, 64, 512, 512, 8, 1), AddTiles(64, 32, 512, 512, 8, 1),
-    AddTiles(64, 64, 128, 0, 4, 4), AddTiles(128, 64, 64, 1024, 8, 4),
-    AddTiles(128, 64, 64, 512, 4, 5), AddTiles(128, 64, 64, 0, 8, 5),
-    AddTiles(128, 128, 64, 1024, 8, 4), AddTiles(128, 128, 64, 512, 8, 4),
+    FEW, split(16, 512, 8, 32), split(16, 1024, 8, 32), split(16, 256, 8),
+    Tiles(16, 128, 4, 4, 32), Tiles(32, 128, 4, 4, 32), Tiles(64, 128, 4, 4, 16),
+    Tiles(64, 128, 4, 3, 32), Tiles(64, 128, 4, 3, 64), Tiles(64, 64, 4, 6, 32),
+    Tiles(64, 64, 4, 4, 32), Tiles(64, 64, 4, 4, 64), Tiles(128, 64, 8, 4, 64),
+    Tiles(128, 64, 8, 5, 32),
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the kernels of `five` are compiled."""
+    """How the fused kernels are compiled."""
 
+    add: Tiles
     qkv: Tiles
     gate_up: Tiles
-    add: AddTiles
 
 
 class Model:
@@ -112,117 +99,88 @@ class Model:
 
 
 class Batch:
-    """Inputs of one batch size: lengths of 0.2 to 1.8 times the mean, pages in disorder."""
+    """Inputs of one batch size, each row's token in a page of its own."""
 
-    def __init__(self, model: Model, num_rows: int, context: int = 16) -> None:
+    def __init__(self, model: Model, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
-        lens = torch.linspace(0.2 * context, 1.8 * context, num_rows).int()
-        lens = lens[torch.randperm(num_rows)] if num_rows > 1 else torch.tensor([context]).int()
-        pages = -(-lens // PAGE)
-        width = 16 + int(pages.max()) // 16 * 16
-        ids = torch.randperm(int(pages.sum()), dtype=torch.int32)
-        self.tables = torch.zeros(num_rows, width, dtype=torch.int32)
-        slots = torch.zeros(num_rows, dtype=torch.int64)
-        start = 0
-        for row, (count, seq_len) in enumerate(zip(pages.tolist(), lens.tolist(), strict=True)):
-            self.tables[row, :count] = ids[start : start + count]
-            slots[row] = self.tables[row, (seq_len - 1) // PAGE] * PAGE + (seq_len - 1) % PAGE
-            start += count
-        self.tables, self.slots, self.seq_lens = self.tables.cuda(), slots.cuda(), lens.cuda()
-        # Two caches in turn: what a layer reads is not in L2 from the one before.
-        self.caches = torch.randn(2, 2, len(ids), PAGE, KV_HEADS, HEAD_DIM, **BF16)
+        positions = torch.arange(num_rows, device="cuda") % PAGE
+        slots = torch.randperm(num_rows, device="cuda") * PAGE + positions
+        # Two caches in turn, as layers have their own.
+        self.caches = torch.zeros(2, 2, num_rows, PAGE, KV_HEADS, HEAD_DIM, **BF16)
         self.x = torch.randn(num_rows, HIDDEN, **BF16)
-        self.wide = torch.randn(num_rows, HEADS * HEAD_DIM, **BF16)
+        self.attended = torch.randn(num_rows, HEADS * HEAD_DIM, **BF16)
         self.residual = torch.zeros(num_rows, HIDDEN, **BF16)
-        self.place = (model.cos_sin, self.seq_lens - 1, self.slots)
-        self.plan: DecodePlan | None = None  # graphs hold its addresses
-        self.work: Any = None
+        self.place = (model.cos_sin, positions, slots)
 
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        work = self.work  # read once: while kernels are compiled, other threads set it
-        if work is None:
-            return self.wide
-        tensors = (q, *self.caches[layer % 2], self.tables, self.seq_lens)
-        return paged_attention_triton(*tensors, HEAD_DIM**-0.5, work).view(self.num_rows, -1)
-
-    def qkv(self, layer: int, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """From the normed x to q, [num_rows, HEADS, HEAD_DIM]; k and v are stored."""
+    def qkv(self, layer: int, x: torch.Tensor, tiles: Tiles, squares: Any = None) -> None:
         model = self.model
         places = (*self.place, *self.caches[layer % 2])
-        return qkv_rope_store_triton(
-            x, model.qkv[layer], *model.head_norms, *places, HEADS, num_done=model.num_done,
-            **options,
+        qkv_rope_store_triton(
+            x, model.qkv[layer], *model.head_norms, *places, HEADS, tiles, squares=squares,
+            num_done=model.num_done,
         )  # fmt: skip
 
-    def old(self, fused_qkv: bool, fused_gate_up: bool) -> None:
+    def seven(self, choice: Choice | None) -> None:
+        """Layers with norms of their own; plain ones without a choice."""
         model, x = self.model, self.x
         for layer in range(NUM_LAYERS):
             x, _ = add_rms_norm_triton(x, self.residual, model.norm, EPS)
-            if fused_qkv:
-                q = self.qkv(layer, x)
+            if choice is not None and self.num_rows <= MAX_QKV_ROWS:
+                self.qkv(layer, x, choice.qkv)
             else:
                 qkv = F.linear(x, model.qkv[layer])
                 places = (*self.place, *self.caches[layer % 2])
                 qk_norm_rope_store_triton(
                     qkv, *model.head_norms, *places, HEADS, KV_HEADS, HEAD_DIM
                 )
-                q = qkv.view(self.num_rows, -1, HEAD_DIM)[:, :HEADS]
-            x = split_gemm(self.attend(layer, q), model.o[layer])
+            x = split_gemm(self.attended, model.o[layer])
             x, _ = add_rms_norm_triton(x, self.residual, model.norm, EPS)
-            if fused_gate_up:
-                x = gate_up_silu_triton(x, model.gate_up[layer])
+            if choice is not None and self.num_rows <= MAX_GATE_UP_ROWS:
+                x = gate_up_silu_triton(x, model.gate_up[layer], tiles=choice.gate_up)
             else:
                 x = silu_and_mul_triton(F.linear(x, model.gate_up[layer]))
             x = split_gemm(x, model.down[layer])
 
     def five(self, choice: Choice) -> None:
-        x, squares = rms_norm_triton(self.x, self.model.norm, EPS), None
+        model = self.model
+        x, squares = rms_norm_triton(self.x, model.norm, EPS), None
+        end = (self.residual, model.norm, model.num_done, choice.add)
         for layer in range(NUM_LAYERS):
-            q = self.qkv(layer, x, tiles=choice.qkv, squares=squares)
-            x, squares = self.add(self.attend(layer, q), self.model.o[layer], choice)
-            x = self.gate_up(layer, x, squares, choice)
-            x, squares = self.add(x, self.model.down[layer], choice)
+            self.qkv(layer, x, choice.qkv, squares)
+            x, squares = gemm_add_triton(self.attended, model.o[layer], *end)
+            x = gate_up_silu_triton(
+                x, model.gate_up[layer], squares, EPS, model.num_done, choice.gate_up
+            )
+            x, squares = gemm_add_triton(x, model.down[layer], *end)
 
-    def gate_up(self, layer: int, x: torch.Tensor, squares: Any, choice: Choice) -> torch.Tensor:
-        model = self.model
-        return gate_up_silu_triton(
-            x, model.gate_up[layer], squares, EPS, model.num_done, choice.gate_up
-        )
+    def fused(self, choice: Choice) -> None:
+        layers = self.five if self.num_rows <= FEW_ROWS else self.seven
+        layers(choice)
 
-    def add(self, x: torch.Tensor, weight: torch.Tensor, choice: Choice) -> Any:
-        model = self.model
-        return gemm_add_triton(x, weight, self.residual, model.norm, model.num_done, choice.add)
+    def candidates(self) -> dict[str, list[Tiles]]:
+        """Tiles of each fused kernel that fit the number of rows."""
+        is_few = self.num_rows <= FEW_ROWS
+        all_tiles: dict[str, list[Tiles]] = {"add": [], "qkv": [], "gate_up": []}
+        if is_few:
+            all_tiles["add"] = ADD_TILES
+        if self.num_rows <= MAX_QKV_ROWS:
+            all_tiles["qkv"] = QKV_TILES
+        if self.num_rows <= MAX_GATE_UP_ROWS:
+            all_tiles["gate_up"] = GATE_UP_TILES
 
-    def alone(self, kernel: str, choice: Choice) -> None:
-        """One kernel of each layer, again and again."""
-        model = self.model
-        hidden, size = self.x, torch.empty(self.num_rows, SIZE, **BF16)
-        squares = torch.empty(self.num_rows, HIDDEN // choice.add.block_n, device="cuda")
-        for layer in range(NUM_LAYERS):
-            if kernel == "qkv":
-                self.qkv(layer, hidden, tiles=choice.qkv, squares=squares)
-            elif kernel == "o":
-                self.add(self.wide, model.o[layer], choice)
-            elif kernel == "gate_up":
-                self.gate_up(layer, hidden, squares, choice)
-            elif kernel == "down":
-                self.add(size, model.down[layer], choice)
-            else:
-                add_rms_norm_triton(hidden, self.residual, model.norm, EPS)
+        def fits(kernel: str, how: Tiles) -> bool:
+            fits_rows = how.block_m <= max(64, 2 * self.num_rows - 1)
+            is_wasteful = self.num_rows > 4 * max(64, how.block_m)
+            fits_rows = fits_rows and not is_wasteful
+            return how.is_split is is_few and fits_rows and (kernel, how) not in _BROKEN
 
-    def with_attention(self, layers: Callable[[], None]) -> None:
-        if self.plan is None:
-            self.plan = DecodePlan(
-                num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-                max_num_seqs=self.num_rows, dtype=torch.bfloat16, device=torch.device("cuda"),
-            )  # fmt: skip
-        self.work = self.plan.cut(self.seq_lens)
-        self.residual.zero_()  # an ordinary kernel stands between, as the embedding does
-        layers()
-        self.work = None
+        return {
+            kernel: [how for how in tiles if fits(kernel, how)]
+            for kernel, tiles in all_tiles.items()
+        }
 
 
-def graph_ms(step: Callable[[], object], stream: torch.cuda.Stream, replays: int = 12) -> float:
+def graph_ms(stream: torch.cuda.Stream, step: Callable[[], object], replays: int = 12) -> float:
     """Return the time of a step in milliseconds."""
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -245,21 +203,13 @@ def graph_ms(step: Callable[[], object], stream: torch.cuda.Stream, replays: int
     return start.elapsed_time(end) / replays
 
 
-def name(how: Tiles | AddTiles) -> str:
-    columns = f"{how.block_n}" if isinstance(how, AddTiles) else f"2*{how.width}"
-    share = f"/{how.share}" if how.share else ""
-    tail = f"{how.num_warps}w{how.num_stages}s" + ("" if how.prefetch else " nopf")
-    return f"{how.block_m}x{columns}x{how.block_k}{share} {tail}"
+def name(how: Tiles, kernel: str) -> str:
+    columns = how.width if kernel == "add" else 2 * how.width
+    split_mark = " split" if how.is_split else ""
+    return f"{how.block_m}x{columns}x{how.block_k} {how.num_warps}w{how.num_stages}s{split_mark}"
 
 
-_BROKEN: set[Any] = set()  # what does not compile, say for want of shared memory
-
-
-def fits(how: Tiles | AddTiles, num_rows: int) -> bool:
-    block_m = how.block_m
-    if how in _BROKEN or block_m > max(64, 2 * num_rows - 1):
-        return False
-    return num_rows <= (2 if isinstance(how, AddTiles) else 4) * max(64, block_m)
+_BROKEN: set[tuple[str, Tiles]] = set()  # what does not compile, say for want of shared memory
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
@@ -268,132 +218,104 @@ def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
 
 def compile_all(model: Model) -> None:
     """Compile every candidate in threads, and hold them against their references."""
-    batch = Batch(model, 70, 100)
-    x, squares = 30 * batch.x, torch.rand(70, 16, device="cuda") * 1e5
-    expected = gate_up_silu_reference(x, model.gate_up[0], squares, EPS)
-    caches = torch.zeros_like(batch.caches[0])
+    num_rows = 70
+    batch = Batch(model, num_rows)
+    x, residual = batch.x, torch.randn(num_rows, HIDDEN, **BF16)
+    some_squares = torch.rand(num_rows, 16, device="cuda") * 1e3
     qkv_inputs = (model.qkv[0], *model.head_norms, *batch.place)
-    expected_q = qkv_rope_store_reference(x, *qkv_inputs, *caches, HEADS, squares=squares)
-    adds = [(batch.wide, model.o[0]), (torch.randn(70, SIZE, **BF16), model.down[0])]
-    residual = torch.randn(70, HIDDEN, **BF16)
-    expected_adds = [gemm_add_reference(*pair, residual, model.norm) for pair in adds]
+    adds = [(batch.attended, model.o[0]), (torch.randn(num_rows, SIZE, **BF16), model.down[0])]
+    expected: dict[str, Any] = {
+        "add": [gemm_add_reference(*pair, residual, model.norm) for pair in adds]
+    }
+    for is_split, squares in ((True, some_squares), (False, None)):
+        caches = torch.zeros_like(batch.caches[0])
+        q = qkv_rope_store_reference(x, *qkv_inputs, *caches, HEADS, squares=squares)
+        expected[f"qkv {is_split}"] = (q, caches)
+        gated = gate_up_silu_reference(x, model.gate_up[0], squares, EPS)
+        expected[f"gate_up {is_split}"] = gated
 
-    def try_gate_up(how: Tiles) -> None:
-        # One rounding of gate or up, times the other.
+    def check(kernel: str, how: Tiles) -> None:
+        squares = some_squares if how.is_split else None
+        # One of its own: others run at the same time.
         num_done = torch.zeros_like(model.num_done)
-        inputs = (x, model.gate_up[0], squares, EPS, num_done)
         for _ in range(3):
-            close(gate_up_silu_triton(*inputs, how), expected, 2**-4)
+            if kernel == "add":
+                for pair, (right, right_squares, right_total) in zip(
+                    adds, expected["add"], strict=True
+                ):
+                    total = residual.clone()
+                    scaled, parts = gemm_add_triton(*pair, total, model.norm, num_done, how)
+                    close(scaled, right, 2**-5)
+                    close(parts.sum(1, keepdim=True), right_squares, 1.0)
+                    close(total, right_total, 2**-5)
+            elif kernel == "qkv":
+                caches = torch.zeros_like(batch.caches[0])
+                inputs = (x, *qkv_inputs, *caches, HEADS, how)
+                qkv_rope_store_triton(*inputs, num_done=num_done)  # as in the first layer
+                q = qkv_rope_store_triton(*inputs, squares=squares, num_done=num_done)
+                right_q, right_caches = expected[f"qkv {how.is_split}"]
+                close(q, right_q, 2**-4)
+                close(caches, right_caches, 2**-4)
+            else:  # one rounding of gate or up, times the other
+                mine = gate_up_silu_triton(x, model.gate_up[0], squares, EPS, num_done, how)
+                close(mine, expected[f"gate_up {how.is_split}"], 2**-4)
         assert not num_done.any(), "counters are not zero"
 
-    def try_qkv(how: Tiles) -> None:
-        mine, num_done = torch.zeros_like(caches), torch.zeros_like(model.num_done)
-        options: dict[str, Any] = {"tiles": how, "num_done": num_done}
-        for _ in range(3):
-            q = qkv_rope_store_triton(x, *qkv_inputs, *mine, HEADS, squares=squares, **options)
-            close(q, expected_q, 2**-4)
-            close(mine, caches, 2**-4)
-        qkv_rope_store_triton(x, *qkv_inputs, *mine, HEADS, **options)  # as in the first layer
-        assert not num_done.any(), "counters are not zero"
-
-    def try_add(how: AddTiles) -> None:
-        num_done = torch.zeros_like(model.num_done)
-        for pair, (scaled, total_squares, total) in zip(adds, expected_adds, strict=True):
-            for _ in range(3):
-                mine = residual.clone()
-                my_scaled, my_squares = gemm_add_triton(*pair, mine, model.norm, num_done, how)
-                close(mine, total, 2**-5)
-                close(my_scaled, scaled, 2**-5)
-                close(my_squares.sum(1, keepdim=True), total_squares, 1.0)
-        assert not num_done.any(), "counters are not zero"
-
-    def job(function: Callable[[Any], None], how: Any) -> None:
+    def job(kernel: str, how: Tiles) -> None:
         try:
-            function(how)
+            check(kernel, how)
             torch.cuda.synchronize()
-        except Exception as error:  # any: a setting that fails is left out, and said
-            _BROKEN.add(how)
-            print("left out:", name(how), str(error).strip().replace("\n", " ")[:120])
+        except Exception as error:  # any: tiles that fail are left out, and said
+            _BROKEN.add((kernel, how))
+            text = str(error).strip().replace("\n", " ")[:120]
+            print("left out:", kernel, name(how, kernel), text)
 
-    jobs = [partial(job, try_qkv, how) for how in QKV_TILES]
-    jobs += [partial(job, try_gate_up, how) for how in GATE_UP_TILES]
-    jobs += [partial(job, try_add, how) for how in ADD_TILES]
-    for num_rows in (1, 32, 48, *WITH_ATTENTION, 512):  # the old kernels, and attention
-        other = Batch(model, num_rows, 100)
-        jobs.append(partial(other.with_attention, partial(other.old, True, True)))
-        jobs.append(partial(other.old, False, False))
-        jobs.append(partial(other.five, current(num_rows)))
+    all_tiles = {"add": ADD_TILES, "qkv": QKV_TILES, "gate_up": GATE_UP_TILES}
+    jobs = [partial(job, kernel, how) for kernel, tiles in all_tiles.items() for how in tiles]
+    for num_rows in (1, 32, 256):  # kernels that are not tried, and those of the first layer
+        jobs.append(partial(Batch(model, num_rows).seven, None))
     run_in_threads(jobs, torch.device("cuda"), 20)
 
 
-def current(num_rows: int) -> Choice:
-    return Choice(qkv_tiles(num_rows), gate_up_tiles(num_rows), add_tiles(num_rows))
+def sweep(model: Model, num_rows: int, timer: Callable[..., float]) -> None:
+    """Print the times of each kind of layers, and the best tiles of each kernel."""
+    batch = Batch(model, num_rows)
+    used = best = Choice(
+        FEW, qkv_tiles(min(num_rows, MAX_QKV_ROWS)), gate_up_tiles(min(num_rows, MAX_GATE_UP_ROWS))
+    )
+    plain_ms = timer(partial(batch.seven, None))
+    used_ms = best_ms = timer(partial(batch.fused, used))
+    lines = []
+    for kernel, tiles in batch.candidates().items():
+        tried = [replace(best, **{kernel: how}) for how in tiles]
+        timed = [(timer(partial(batch.fused, choice)), choice) for choice in tried]
+        timed.sort(key=lambda pair: pair[0])
+        if timed and timed[0][0] < best_ms:
+            best_ms, best = timed[0]
+        shown = [f"{name(getattr(choice, kernel), kernel)} {ms:.3f}" for ms, choice in timed[:3]]
+        lines += [f"{kernel}: {'; '.join(shown)}"] if shown else []
+    print(f"M={num_rows} ms: plain {plain_ms:.3f}, used {used_ms:.3f}, best {best_ms:.3f}")
+    for line in lines:
+        print(f"    {line}", flush=True)
 
 
-def sweep(model: Model, batches: Iterable[int], timer: Callable[..., float]) -> dict[int, Choice]:
-    """Print the times of every kind of layer, and of the best settings of each kernel."""
-    chosen = {}
-    for num_rows in batches:
-        batch, best = Batch(model, num_rows), current(num_rows)
-        plain = timer(partial(batch.old, False, False))
-        seven = timer(partial(batch.old, True, True))
-        start = timer(partial(batch.five, best))
-        texts = {}
-        left: dict[str, list[Any]] = {
-            field: [how for how in candidates if fits(how, num_rows)]
-            for field, candidates in {
-                "add": ADD_TILES, "qkv": QKV_TILES, "gate_up": GATE_UP_TILES,
-            }.items()
-        }  # fmt: skip
-        for field in [*left, *left]:  # the best ones again, as kernels overlap with one another
-            tried = [replace(best, **{field: how}) for how in left[field]]
-            timed = [(timer(partial(batch.five, choice)), choice) for choice in tried]
-            timed.sort(key=lambda pair: pair[0])
-            if timed[0][0] < timer(partial(batch.five, best)):
-                best = timed[0][1]
-            left[field] = [getattr(choice, field) for _, choice in timed[:6]]
-            shown = [f"{name(getattr(c, field))} {ms:.3f}" for ms, c in timed[:3]]
-            texts[field] = f"{field}: {'; '.join(shown)}"
-        bare = Choice(*(replace(getattr(best, f), prefetch=False) for f in Choice.__slots__))
-        print(
-            f"M={num_rows} ms: plain {plain:.3f}, seven {seven:.3f}, five {start:.3f}, "
-            f"best {timer(partial(batch.five, best)):.3f}"
-            + (f", nopf {timer(partial(batch.five, bare)):.3f}" if num_rows in (64, 256) else "")
-        )
-        print(f"    {texts['add']}\n    {texts['qkv']} | {texts['gate_up']}", flush=True)
-        if num_rows in (16, 64, 256):
-            kernels = ("qkv", "o", "gate_up", "down", "norm")
-            us = [1e3 / 28 * timer(partial(batch.alone, kernel, best)) for kernel in kernels]
-            print("    alone, us:", *(f"{k} {t:.2f}" for k, t in zip(kernels, us, strict=True)))
-        chosen[num_rows] = best
-    return chosen
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    arguments = parser.parse_args()
+def run(batches: Iterable[int]) -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
     started = time.perf_counter()
     model = Model()
     compile_all(model)
     print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    timer = partial(graph_ms, stream=torch.cuda.Stream())
-    chosen = sweep(model, arguments.batches, timer)
-    for num_rows, best in chosen.items():
-        if num_rows in WITH_ATTENTION:
-            batch = Batch(model, num_rows, 800)
-            kinds = {
-                "plain": partial(batch.old, False, False),
-                "seven": partial(batch.old, True, True),
-                "five": partial(batch.five, current(num_rows)),
-                "best": partial(batch.five, best),
-            }
-            times = {k: timer(partial(batch.with_attention, how)) for k, how in kinds.items()}
-            text = ", ".join(f"{kind} {ms:.3f}" for kind, ms in times.items())
-            print(f"M={num_rows} at context 800, ms: {text}", flush=True)
+    timer = partial(graph_ms, torch.cuda.Stream())
+    for num_rows in batches:
+        sweep(model, num_rows, timer)
     print(f"done after {time.perf_counter() - started:.1f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    run(parser.parse_args().batches)
 
 
 if __name__ == "__main__":
