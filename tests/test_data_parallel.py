@@ -1,5 +1,6 @@
 """Several engines behave as one: the same outputs, whoever dies."""
 
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import BatchOptions, run_batch
 from nanovllm.config import Config
-from nanovllm.data_parallel import DataParallelLLM
+from nanovllm.data_parallel import DataParallelLLM, engine_process
 from nanovllm.data_parallel.placement import engine_environments
 
 MODEL = Path(__file__).parent / "tiny-qwen3"
@@ -188,6 +190,24 @@ def test_an_engine_that_does_not_start_says_why():
         DataParallelLLM(MODEL, data_parallel_size=1, **options)
     (note,) = caught.value.__notes__
     assert note.startswith("Engine 0 failed:\nTraceback") and "init_kv_cache" in note
+
+
+def test_an_engines_oserror_is_told_and_not_taken_for_the_end_of_its_parent(monkeypatch):
+    """It was swallowed: the engine "ended with exit code 0"."""
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, stub in (("LLM", full), ("leave_signals_to_parent", int), ("end_with_parent", int)):
+        monkeypatch.setattr(engine_process, name, stub)
+    ours, theirs = Pipe()
+    with pytest.raises(SystemExit):
+        engine_process._run_engine(0, Config("m"), theirs)
+    kind, error = ours.recv()
+    assert kind == "failed" and "No space left" in error.message
+    ours.close()
+    with pytest.raises(SystemExit):
+        engine_process._run_engine(0, Config("m"), theirs)
 
 
 def test_the_numbers_of_a_call_are_checked(two_engines):

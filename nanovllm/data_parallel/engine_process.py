@@ -156,10 +156,8 @@ def _run_engine(number: int, config: Config, connection: Connection) -> None:
         with LLM(config.model, **options) as llm:
             connection.send(("ready", EngineFacts(llm.max_model_len, llm.num_cache_tokens)))
             _Server(number, llm, connection).serve()
-    except (EOFError, OSError):
-        pass  # the parent is gone
     except BaseException as error:
-        with suppress(OSError):
+        with suppress(OSError):  # the parent is gone, which may be all that went wrong
             connection.send(("failed", RemoteError.of(error)))
         raise SystemExit(1) from None
 
