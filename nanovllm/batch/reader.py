@@ -44,7 +44,7 @@ class JobReader:
         stop: Event,
     ) -> None:
         self.num_bad = 0
-        self.num_mended = 0  # lines with an id and its result, that had an error without one
+        self.num_mended = 0  # lines whose number has an error in the file, of what they were then
         self.models: set[str] = set()  # that lines named
         self.near_misses = NearMisses()
         self._source = source
@@ -117,7 +117,9 @@ class JobReader:
             is_new = False
         elif custom_id is None:
             # One that had an error and was mended since is run.
-            is_new = not (self._was_refused(number) and self._journal.answers(number, digest))
+            was_refused = self._was_refused(number)
+            is_new = not (was_refused and self._journal.answers(number, digest))
+            self.num_mended += is_new and was_refused
         elif self._journal.finished_ids.discard(custom_id):
             self._journal.check_unchanged(custom_id, digest, number)
             self._seen.add(custom_id)

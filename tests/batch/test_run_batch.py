@@ -292,6 +292,17 @@ def test_failed_lines_are_tried_again_and_the_last_result_counts(tmp_path):
         attempt(retry_failed=True)
 
 
+def test_a_mended_line_without_an_id_counts_once_where_a_job_is_forced_on(tmp_path):
+    """It counted as failed before, too, and the exit code was 1 with all results there."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "1+1=", "max_tokens": 0}\n')
+    assert run(source, output).exit_code == 1
+    source.write_text('{"prompt": "1+1=", "max_tokens": 2}\n')
+    done = run(source, output, force_resume=True)
+    assert (done.num_ok, done.num_done_before, done.num_failed_before) == (1, 0, 0)
+    assert done.exit_code == 0
+
+
 def test_keys_that_are_nearly_parameters_are_asked_about_once(tmp_path, caplog):
     """They were copied as data without a word, and the line ran with the default."""
     keys = ["temprature", "topp", "max_token", "max_new_tokens", "Top-K", "step", "tool", "id", "N"]
