@@ -99,8 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run_batch(args: argparse.Namespace) -> int:
-    if args.data_parallel_size < 1:
-        raise ValueError(f"--data-parallel-size must be at least 1, got {args.data_parallel_size}.")
     options = BatchOptions(
         input=args.input,
         output=args.output,

@@ -113,6 +113,8 @@ def test_a_path_that_no_file_can_have_is_named(tiny_model, tmp_path, name, path)
         ({"overwrite": "no"}, TypeError, "overwrite must be True or False, got 'no'"),
         ({"force_resume": 1}, TypeError, "force_resume must be True or False"),
         ({"show_progress": None}, TypeError, "show_progress must be True or False"),
+        ({"overwrite": True, "retry_failed": True}, ValueError, "starts anew and retry_failed="),
+        ({"overwrite": True, "force_resume": True}, ValueError, "starts anew and force_resume="),
         ({"report": 3}, TypeError, "report must be a path, got 3"),
         ({"output": "-"}, ValueError, "output must be a file"),
     ],

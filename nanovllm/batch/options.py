@@ -51,6 +51,12 @@ class BatchOptions:
         )
         if self.window is not None:
             checked["window"] = check_int("window", self.window, minimum=1)
+        for name in ("force_resume", "retry_failed"):
+            if self.overwrite and getattr(self, name):
+                raise ValueError(
+                    f"overwrite=True starts anew and {name}=True goes on with what is there. "
+                    "Leave one of them out."
+                )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
