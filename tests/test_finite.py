@@ -56,7 +56,7 @@ def test_every_bit_pattern_of_float8_is_known():
     [
         ([math.nan], torch.float32, "1 of its {} values are NaN or infinite. Is the file damaged"),
         ([math.inf, 1, -math.inf], torch.float32, "2 of its {} values are NaN or infinite"),
-        ([1e39], torch.float32, "reach 1e.39, beyond float32's 3.40282e.38; no dtype here does"),
+        ([1e39], torch.float32, "reach 1e.39, beyond float32's 3.40282e.38; no dtype holds"),
         ([3.4e38], torch.bfloat16, "beyond bfloat16's 3.38953e.38; pass dtype='float32'"),
         ([1e5], torch.float16, "beyond float16's 65504; pass dtype='bfloat16' or 'float32'"),
     ],

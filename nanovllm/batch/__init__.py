@@ -202,8 +202,7 @@ class _Run:
                 f"Lines that name another model were run on {self._model}: "
                 f"{', '.join(sorted(others)[:5])}."
             )
-        notes = self._reader.near_misses.notes
-        summary.notes += [f"{note[0].upper()}{note[1:]}" for note in notes[:_MAX_NOTES]]
+        summary.notes += self._reader.near_misses.notes[:_MAX_NOTES]
         options = self._options
         if self._trace is not None:
             self._write_file("--trace", options.trace, self._trace.close)

@@ -41,7 +41,7 @@ class NearMisses:
             name = _nearest(key)
             if name is not None:
                 self.notes.append(
-                    f"line {line_number}: key {key!r} is copied as data; did you mean {name!r}?"
+                    f"Line {line_number}: key {key!r} is copied as data; did you mean {name!r}?"
                 )
                 logger.warning("%s", self.notes[-1])
 

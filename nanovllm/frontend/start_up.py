@@ -73,7 +73,7 @@ def check_ranks(model: ModelConfig, tp_size: int, device: torch.device) -> None:
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
     }
-    if model.moe is None or model.moe.dense_layers:  # or no layer has it
+    if model.moe is None or model.moe.dense_layers:  # else it is stated, but no layer's
         sizes["intermediate_size"] = model.intermediate_size
     if model.moe is not None:
         sizes["moe_intermediate_size"] = model.moe.intermediate_size

@@ -167,9 +167,12 @@ def _check_targets(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and "embed" not in name
     ]
-    absent = set(settings.layers_to_transform) - {settings.layer_number(m) for m in modules}
-    if absent:
-        raise ValueError(f"layers_to_transform has {min(absent)}, and the model no such layer.")
+    numbers = {number for m in modules if (number := settings.layer_number(m)) is not None}
+    if absent := set(settings.layers_to_transform) - numbers:
+        there = f"layers_pattern = {list(settings.layers_pattern)} finds no layers in the model"
+        if numbers:
+            there = f"the model's layers are 0 to {max(numbers)}"
+        raise ValueError(f"layers_to_transform has {min(absent)}, but {there}.")
     trained = {name.removesuffix(".weight") for name in adapter.updates}
     meant: set[str] = set()
     for target in (targets,) if isinstance(targets, str) else targets:

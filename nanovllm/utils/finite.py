@@ -77,7 +77,7 @@ def _reason(tensor: torch.Tensor, dtype: torch.dtype) -> str:
         )
     reached = extremes(tensor)
     holding = [str(d).removeprefix("torch.") for d in _DTYPES if reached.to(d).isfinite().all()]
-    advice = f"pass dtype={' or '.join(map(repr, holding))}" if holding else "no dtype here does"
+    advice = f"pass dtype={' or '.join(map(repr, holding))}" if holding else "no dtype holds them"
     limit = f"{torch.finfo(dtype).max:.6g}"
     name = str(dtype).removeprefix("torch.")
     return f"its values reach {float(reached.abs().max()):.6g}, beyond {name}'s {limit}; {advice}."

@@ -22,16 +22,14 @@ def path_text(name: str, value: Any, kind: str = "a path") -> str:
 def absolute_path(name: str, value: Any, kind: str = "a path") -> str:
     """As `path_text`, absolute from the current directory as it is now; links are kept.
 
-    ValueError also where no file could have that path, as it is too long.
+    ValueError also where no file could have that path: too long, or with a NUL byte.
     """
     path = path_text(name, value, kind)
-    reason = "a NUL byte is in it" if "\0" in path else ""
     try:
-        path = path if reason else os.path.abspath(path)
+        path = os.path.abspath(path)
         os.lstat(path)
-    except (OSError, ValueError) as error:  # characters that no file name can have, too
+    except (OSError, ValueError) as error:  # that nothing is there yet is no fault
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            reason = reason or (error.strerror or "" if isinstance(error, OSError) else str(error))
-    if reason:
-        raise ValueError(f"{name} must be {kind}, got {path!r:.200}: {reason}.")
+            reason = getattr(error, "strerror", error)
+            raise ValueError(f"{name} must be {kind}, got {path!r:.200}: {reason}.") from error
     return path

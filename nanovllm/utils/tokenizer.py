@@ -76,7 +76,7 @@ def load_tokenizer(directory: Path) -> Any | None:
 def encode_texts(
     tokenizer: Any, texts: list[str], *, max_tokens: int, add_special_tokens: bool
 ) -> list[list[int] | ValueError]:
-    """The ids of each text, or why it has none: to be read after what the text is called.
+    """The ids of each text, or an error that says why it has none, in words to follow its name.
 
     A text that is longer than `max_tokens` tokens could ever be is not looked at: a million
     characters take seconds, and from ten of them some tokenizers panic.

@@ -150,7 +150,7 @@ def fp8_linear_triton(
 
 def tile_for(num_rows: int, out_features: int) -> Tile:
     """Return how to cut a batch; it follows from shapes."""
-    block_m = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
+    block_m = _block_m(num_rows)
     block_n = 128 if block_m == 128 else 64
     num_row_tiles = -(-num_rows // block_m)
     # Narrow tiles read the activations more often, but few programs do not fill the device.
@@ -161,7 +161,7 @@ def tile_for(num_rows: int, out_features: int) -> Tile:
 
 def share_tile_for(num_rows: int, out_features: int, in_features: int) -> Tile | None:
     """Return how to cut K too, or None where that does not pay."""
-    block_m = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
+    block_m = _block_m(num_rows)
     block_n, splits = 64, 2 if block_m == 128 else 4
     num_tiles = -(-out_features // block_n)
     is_short = in_features < 4 * splits * BLOCK  # too few blocks to hide the first one's way here
@@ -170,6 +170,10 @@ def share_tile_for(num_rows: int, out_features: int, in_features: int) -> Tile |
     if num_tiles * splits < _MIN_PROGRAMS:
         block_n = 32
     return _tile(block_m, block_n, splits)
+
+
+def _block_m(num_rows: int) -> int:
+    return 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
 
 
 def _tile(block_m: int, block_n: int, num_splits: int = 1) -> Tile:
