@@ -168,7 +168,7 @@ class LLMEngine:
         self._check_open()
         with self._exclusive.use(is_step=True):
             try:
-                with step_memory_errors_named():
+                with step_memory_errors_named(self.config.tensor_parallel_size):
                     self._step()
             except BaseException:
                 self._recover()

@@ -163,7 +163,7 @@ def memory_errors_named(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def step_memory_errors_named() -> Iterator[None]:
+def step_memory_errors_named(tp_size: int) -> Iterator[None]:
     """Turn what an allocator raises in a step into a MemoryError, and free what the step held."""
     try:
         yield
@@ -175,8 +175,11 @@ def step_memory_errors_named() -> Iterator[None]:
         # The frames of the fault keep their tensors for as long as somebody keeps the error.
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()
+        state = "The engine can go on, but may run out again"
+        if tp_size > 1:  # the others wait in a collective for the rank that failed
+            state = "Its ranks are out of step: close this LLM"
         raise MemoryError(
-            f"A step ran out of memory ({words.splitlines()[0]}). The engine can go on, but may "
-            "run out again: lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs "
-            "in a new LLM, or free what other programs took since this one started."
+            f"A step ran out of memory ({words.splitlines()[0]}). {state}: lower "
+            "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs in a new LLM, or free "
+            "what other programs took since this one started."
         ) from error

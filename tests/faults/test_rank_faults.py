@@ -6,11 +6,13 @@ import pickle
 import shutil
 
 import pytest
+import torch
 from programs import OPTIONS, out_of_memory
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.worker import CALL
+from nanovllm.frontend.start_up import step_memory_errors_named
 from nanovllm.utils.remote_error import RemoteError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -106,6 +108,16 @@ def test_ranks_go_on_after_a_fault_of_one_or_all_between_steps(tmp_path, tiny_mo
             llm.wake_up()
         with pytest.raises(RuntimeError, match="worker 1 ended"):
             llm.wake_up()
+
+
+@pytest.mark.parametrize(("tp_size", "state"), [(1, "can go on"), (2, "close this LLM")])
+def test_memory_that_a_step_lacks_is_said_to_end_an_engine_of_several_ranks_alone(tp_size, state):
+    """The advice was once to go on, whoever had run out."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore.")
+    sent = RemoteError.of(error).rebuilt("Worker 1")
+    named = pytest.raises(MemoryError, match=f"tried to allocate 2 gib..*{state}.*: lower")
+    with named, step_memory_errors_named(tp_size):
+        raise sent
 
 
 @pytest.mark.parametrize(
