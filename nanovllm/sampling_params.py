@@ -155,28 +155,6 @@ class SamplingParams:
         """Whether the likeliest token is taken, without a draw."""
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
-    def needs_logits_processing(self) -> bool:
-        """Whether more than argmax or temperature stands between the logits and the token."""
-        # Filters always keep the likeliest token, so a greedy request has no use for them.
-        has_filter = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-        return bool(
-            (has_filter and not self.is_greedy)
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.bad_words
-            or self.min_tokens > 0
-            or self.logits_processors
-        )
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether text is needed while tokens are drawn, and not only at the end."""
-        return bool(self.stop)
-
     def clone(self, **changes: Any) -> "SamplingParams":
         """Return a copy, with `changes` to its fields if any, checked like a new one."""
         return replace(self, **changes)

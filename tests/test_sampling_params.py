@@ -4,7 +4,8 @@ import pickle
 import numpy as np
 import pytest
 
-from nanovllm.engine.row_params import param_cells
+from nanovllm.engine.row_params import param_cells, row_features
+from nanovllm.engine.step import SamplingFeature
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -273,36 +274,30 @@ def test_tiny_temperatures_are_greedy(temperature, is_greedy):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "feature"),
     [
-        {"top_p": 0.9},
-        {"top_k": 5},
-        {"min_p": 0.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {1: 2.0}},
-        {"allowed_token_ids": [1]},
-        {"bad_words": ["a"]},
-        {"min_tokens": 1},
-        {"logits_processors": [max]},
+        ({"top_p": 0.9}, SamplingFeature.TOP_K_P),
+        ({"top_k": 5}, SamplingFeature.TOP_K_P),
+        ({"min_p": 0.1}, SamplingFeature.MIN_P),
+        ({"presence_penalty": 0.5}, SamplingFeature.PENALTIES),
+        ({"frequency_penalty": -0.5}, SamplingFeature.PENALTIES),
+        ({"repetition_penalty": 1.1}, SamplingFeature.PENALTIES),
+        ({"logit_bias": {1: 2.0}}, SamplingFeature.TOKEN_RULES),
+        ({"allowed_token_ids": [1]}, SamplingFeature.TOKEN_RULES),
+        ({"bad_words": ["a"]}, SamplingFeature.TOKEN_RULES),
+        ({"min_tokens": 1}, SamplingFeature.TOKEN_RULES),
+        ({"logits_processors": [max]}, SamplingFeature.PYTHON_PROCESSORS),
+        ({"logprobs": 5}, SamplingFeature.LOGPROBS),
+        ({"stop": "a", "stop_token_ids": [1], "seed": 1}, SamplingFeature.NONE),
     ],
     ids=str,
 )
-def test_what_changes_logits_is_said(options):
-    assert SamplingParams(**options).needs_logits_processing is True
-    is_filter = set(options) <= {"top_p", "top_k", "min_p"}
-    assert SamplingParams(temperature=0, **options).needs_logits_processing is not is_filter
-
-
-def test_what_leaves_logits_alone_is_said():
-    params = SamplingParams(temperature=0.7, stop="a", stop_token_ids=[1], logprobs=5, seed=1)
-    assert params.needs_logits_processing is False
-
-
-def test_only_stop_strings_need_text_early():
-    assert SamplingParams(stop="a").needs_text is True
-    assert SamplingParams(stop_token_ids=[1]).needs_text is False
+def test_a_request_pays_for_the_features_that_it_asks_for(options, feature):
+    assert row_features(SamplingParams(**options)) == feature
+    # Filters always keep the likeliest token.
+    is_filter = feature in (SamplingFeature.TOP_K_P, SamplingFeature.MIN_P)
+    greedy = row_features(SamplingParams(temperature=0, **options))
+    assert greedy == (SamplingFeature.NONE if is_filter else feature)
 
 
 @pytest.mark.parametrize("top_p", [5e-324, 1e-50, 1e-45])
