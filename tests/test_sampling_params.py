@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from nanovllm.engine.row_params import param_cells, row_features
-from nanovllm.engine.step import SamplingFeature
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import SamplingFeature
 from nanovllm.sampling_params import SamplingParams
 
 
