@@ -99,9 +99,8 @@ class RequestBuilder:
                 texts[place], token_lists[place] = _split_prompt(prompt)
             except (TypeError, ValueError) as error:
                 reasons[place] = str(error)
-            except (
-                Exception
-            ) as error:  # a mapping or an array is the user's, and raises what it likes
+            except Exception as error:
+                # A mapping or an array is the user's, and raises what it likes.
                 reasons[place] = f"cannot be read ({type(error).__name__}: {error})".rstrip(".")
         todo = [
             place
