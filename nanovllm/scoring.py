@@ -11,6 +11,7 @@ from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_requests
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import Progress
+from nanovllm.utils.tokenizer import encode_texts
 
 _TOKENIZE_BATCH = 512
 # The token that is drawn behind the continuation is thrown away: a request draws at least one.
@@ -31,7 +32,9 @@ def score_continuations(
     Logits are computed from the context's last token on only, so whatever full blocks contexts
     share is computed once and taken from the prefix cache.
     """
-    pairs = encode_pairs(engine.tokenizer, *_paired(contexts, continuations))
+    pairs = encode_pairs(
+        engine.tokenizer, *_paired(contexts, continuations), max_tokens=engine.max_model_len
+    )
     with Progress(use_tqdm, len(pairs)) as progress:
         prompts: list[Any] = [context + continuation for context, continuation in pairs]
         built = engine.builder.build(
@@ -48,15 +51,16 @@ def score_continuations(
 
 
 def encode_pairs(
-    tokenizer: Any | None, contexts: list[Any], continuations: list[Any]
+    tokenizer: Any | None, contexts: list[Any], continuations: list[Any], *, max_tokens: int
 ) -> list[TokenPair]:
     """Ids of contexts and continuations, which are texts or ids already.
 
     Two texts are encoded as one and cut behind as many tokens as the context has alone, and spaces
     at the end of a context count as the continuation's: that is how lm-evaluation-harness does it.
-    An empty text as context stands for the tokenizer's bos, or its eos where it has none.
+    An empty text as context stands for the tokenizer's bos, or its eos where it has none. A
+    ValueError names a text that has no ids, or cannot fit into `max_tokens`.
     """
-    encode = _Encoder(tokenizer)
+    encode = _Encoder(tokenizer, max_tokens)
     contexts = [_readable("context", *item) for item in enumerate(contexts)]
     continuations = [_readable("continuation", *item) for item in enumerate(continuations)]
     pairs: list[TokenPair] = []
@@ -73,31 +77,35 @@ def encode_pairs(
 class _Encoder:
     """Owns the ids of texts of one batch; each text is encoded once."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, max_tokens: int) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[str, list[int]] = {}
+        self._max_tokens = max_tokens
+        self._known: dict[str, list[int] | ValueError] = {}
 
     def prepare(self, texts: list[str]) -> None:
         todo = [text for text in dict.fromkeys(texts) if text and text not in self._known]
         if todo:
-            encoded = self._live_tokenizer()(todo)["input_ids"]
+            encoded = self._encoded(todo, add_special_tokens=True)
             self._known.update(zip(todo, encoded, strict=True))
 
     def forget(self) -> None:
         self._known.clear()
 
     def pair(self, index: int, context: Any, continuation: Any) -> TokenPair:
-        if isinstance(context, str) and isinstance(continuation, str) and context:
-            first = self._known[context]
-            second = self._known[context + continuation][len(first) :]
-        else:
-            first = self._known[context] if isinstance(context, str) and context else context
-            second = self._plain(continuation) if isinstance(continuation, str) else continuation
-            if first == "":
-                prefix = self._prefix_id()
-                first = [prefix]
-                if isinstance(continuation, str) and second[:1] == first:
-                    second = second[1:]
+        first, second = context, continuation
+        if isinstance(context, str) and context:
+            first = _ids(f"context {index}", self._known[context])
+        if isinstance(context, str) and context and isinstance(continuation, str):
+            both = self._known[context + continuation]
+            second = _ids(f"context {index} with its continuation", both)[len(first) :]
+        elif isinstance(continuation, str):
+            (encoded,) = self._encoded([continuation], add_special_tokens=False)
+            second = _ids(f"continuation {index}", encoded)
+        if context == "":
+            prefix = self._prefix_id()
+            first = [prefix]
+            if isinstance(continuation, str) and second[:1] == first:
+                second = second[1:]
         for name, ids in (("context", first), ("continuation", second)):
             if not isinstance(ids, list | tuple):
                 raise TypeError(
@@ -107,9 +115,15 @@ class _Encoder:
                 raise ValueError(f"{name} {index} has no token of its own. Give it at least one.")
         return list(first), list(second)
 
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._live_tokenizer().encode(text, add_special_tokens=False)
-        return ids
+    def _encoded(
+        self, texts: list[str], *, add_special_tokens: bool
+    ) -> list[list[int] | ValueError]:
+        return encode_texts(
+            self._live_tokenizer(),
+            texts,
+            max_tokens=self._max_tokens,
+            add_special_tokens=add_special_tokens,
+        )
 
     def _prefix_id(self) -> int:
         tokenizer = self._live_tokenizer()
@@ -122,6 +136,12 @@ class _Encoder:
         if self._tokenizer is None:
             raise ValueError("The model has no tokenizer: pass token ids.")
         return self._tokenizer
+
+
+def _ids(what: str, encoded: list[int] | ValueError) -> list[int]:
+    if isinstance(encoded, ValueError):
+        raise ValueError(f"{what} {encoded}. Nothing was started.") from encoded
+    return encoded
 
 
 def _paired(contexts: Any, continuations: Any) -> tuple[list[Any], list[Any]]:

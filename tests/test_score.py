@@ -161,7 +161,7 @@ def test_ids_in_any_form_are_scored_alike(tiny_llm, array):
 def test_no_pairs_give_no_scores(tiny_llm):
     llm = tiny_llm()
     assert llm.score([], [], use_tqdm=False) == []
-    assert encode_pairs(None, [], []) == []
+    assert encode_pairs(None, [], [], max_tokens=8) == []
 
 
 def test_scores_under_tensor_parallelism(tiny_llm, tiny_oracle):

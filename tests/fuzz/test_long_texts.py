@@ -75,6 +75,10 @@ def test_a_prompt_of_megabytes_is_refused_at_once(llm, text):
         llm.generate(["hi", text], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match=rf"prompt 0 {TOO_LONG}"):
         llm.chat([{"role": "user", "content": text}], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"context 0 with its continuation {TOO_LONG}"):
+        llm.score("hi", [text], use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"continuation 1 {TOO_LONG}"):
+        llm.score([[1], [1, 2]], [[3], text], use_tqdm=False)
     assert time.process_time() - started < 5
 
 
