@@ -158,8 +158,12 @@ class RequestBuilder:
                 return f"has {name} with id {bad[0]}; ids must be in [0, {vocab_size})"
         if self.tokenizer is None and (params.stop or params.bad_words):
             return "asks for stop strings or bad words, but the model has no tokenizer"
+        try:
+            bad_word_ids = self._bad_word_ids(params)
+        except ValueError as error:
+            return str(error)
         if (allowed := params.allowed_token_ids) is not None:
-            barred = {run[0] for run in self._bad_word_ids(params) if len(run) == 1}
+            barred = {run[0] for run in bad_word_ids if len(run) == 1}
             if params.min_tokens:
                 barred |= self._barred_until_min_len(params)
             if barred.issuperset(allowed):
@@ -183,6 +187,7 @@ class RequestBuilder:
         request_id = str(number)
         limit = self._max_num_tokens(len(token_ids), params)
         barred = self._barred_until_min_len(params)
+        bad_word_ids = self._bad_word_ids(params)
         seqs = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -194,7 +199,7 @@ class RequestBuilder:
                 sample_index=sample,
                 is_watched=bool(params.stop) or params.logprobs is not None,
                 barred_until_min_len=tuple(sorted(barred)),
-                bad_word_ids=self._bad_word_ids(params),
+                bad_word_ids=bad_word_ids,
             )
             for sample in range(params.n)
         ]
@@ -211,13 +216,21 @@ class RequestBuilder:
         return {*params.stop_token_ids, *self._stop_token_ids}
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as encoded at the start of a text and, if that differs, inside one."""
+        """Each bad word as encoded at the start of a text and, if that differs, inside one.
+
+        ValueError: one has no ids, in words to follow the prompt's number.
+        """
         runs: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            for spelling in (word, " " + word.lstrip()):
-                ids = self.tokenizer.encode(spelling, add_special_tokens=False)  # type: ignore[union-attr]
-                if ids:
-                    runs[tuple(ids)] = None
+        for ids in encode_texts(
+            self.tokenizer,
+            [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())],
+            max_tokens=self.limits.max_model_len,
+            add_special_tokens=False,
+        ):
+            if isinstance(ids, ValueError):
+                raise ValueError(f"has a bad word that {ids}") from ids
+            if ids:
+                runs[tuple(ids)] = None
         return tuple(runs)
 
 

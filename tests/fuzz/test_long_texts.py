@@ -79,6 +79,8 @@ def test_a_prompt_of_megabytes_is_refused_at_once(llm, text):
         llm.score("hi", [text], use_tqdm=False)
     with pytest.raises(ValueError, match=rf"continuation 1 {TOO_LONG}"):
         llm.score([[1], [1, 2]], [[3], text], use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"prompt 0 has a bad word that {TOO_LONG}"):
+        llm.generate("hi", GREEDY.clone(bad_words=[text]), use_tqdm=False)
     assert time.process_time() - started < 5
 
 
