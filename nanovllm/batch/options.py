@@ -43,7 +43,7 @@ class BatchOptions:
         for name in ("metrics", "report", "trace"):
             if getattr(self, name) is not None:
                 checked[name] = Path(absolute_path(name, getattr(self, name)))
-        for name in ("overwrite", "force_resume", "show_progress"):
+        for name in ("overwrite", "force_resume", "retry_failed", "show_progress"):
             check_bool(name, getattr(self, name))
         advice = "It is a number of seconds; 0: each result at once."
         checked["fsync_interval_s"] = check_float(
