@@ -220,7 +220,7 @@ def keep(adapter, is_kept):
             lambda name: "o_proj" not in name,
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "kept",
 )
 def test_parts_of_a_model_are_followed_to_the_tensor(tmp_path, tiny_model, settings, is_kept):
     """These settings once switched the check of what is missing or too many off."""

@@ -63,3 +63,8 @@ def test_everything_public_has_a_docstring(path):
 def test_what_is_exported_has_a_docstring():
     module = __import__("nanovllm")
     assert [name for name in module.__all__ if not getattr(module, name).__doc__] == []
+
+
+def test_names_of_tests_are_the_same_in_each_process(request):
+    """An object's address in a parameter's name would keep pytest-xdist from sharing out tests."""
+    assert [item.nodeid for item in request.session.items if " at 0x" in item.nodeid] == []
