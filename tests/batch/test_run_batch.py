@@ -236,7 +236,9 @@ def test_the_second_signal_stops_at_once(tmp_path):
     time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    # Killed, to the shell 130 too: on a slow machine the job may have ended before, and the signal
+    # then meets an interpreter that is on its way out.
+    assert process.returncode in (130, -signal.SIGINT)
     assert len(results(output)) < 4000
 
 
