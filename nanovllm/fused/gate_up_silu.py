@@ -51,8 +51,7 @@ def gate_up_silu_triton(
     _gate_up_silu_kernel[grid](
         x, weight, squares, eps, shares, num_done, out, num_rows, x.stride(0), SIZE=size,
         WIDTH=tiles.width, IN_FEATURES=in_features, NUM_PARTS=num_parts_of(squares),
-        BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **pdl_options(x),
+        BLOCK_M=tiles.block_m, BLOCK_K=tiles.block_k, **tiles.options(), **pdl_options(x),
     )  # fmt: skip
     return out
 

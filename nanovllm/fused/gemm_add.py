@@ -55,8 +55,7 @@ def gemm_add_triton(
     _gemm_add_kernel[grid](
         x, weight, residual, norm_weight, shares, num_done, scaled, squares, num_rows, x.stride(0),
         OUT_FEATURES=out_features, IN_FEATURES=in_features, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.width, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **pdl_options(x),
+        BLOCK_N=tiles.width, BLOCK_K=tiles.block_k, **tiles.options(), **pdl_options(x),
     )  # fmt: skip
     return scaled, squares
 

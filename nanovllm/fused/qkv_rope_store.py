@@ -77,8 +77,7 @@ def qkv_rope_store_triton(
         x.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         IN_FEATURES=in_features, NUM_PARTS=num_parts_of(squares), BLOCK_M=tiles.block_m,
-        BLOCK_K=tiles.block_k, HAS_NORM=q_weight is not None, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **pdl_options(x),
+        BLOCK_K=tiles.block_k, HAS_NORM=q_weight is not None, **tiles.options(), **pdl_options(x),
     )  # fmt: skip
     return q
 

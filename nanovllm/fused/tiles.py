@@ -18,11 +18,22 @@ class Tiles:
     # Several programs to a tile, which sum block_k features each with weights that they load before
     # the kernel before has ended; if not, one sums all features, block_k at a time.
     is_split: bool = False
+    # Of a thread. With no limit ptxas takes so few that a program of split tiles waits for some of
+    # its weights before it asks for others, in an order that changes with every edit of the kernel.
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, int | None]:
+        """Return what a launch passes beside the arguments of a kernel."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.max_registers,
+        }
 
 
 # Measured on an H200 by tests/gpu/bench_fused_gemm.py. Up to FEW_ROWS all GEMMs have one tile.
 FEW_ROWS = 16
-FEW = Tiles(16, 512, 8, 1, is_split=True)
+FEW = Tiles(16, 512, 8, 1, is_split=True, max_registers=128)
 # Up to so many rows; with more a library GEMM is better.
 _QKV = {
     FEW_ROWS: FEW,

@@ -7,7 +7,7 @@ weights come from memory and kernels overlap as they do in a decode step.
     used:     what `nanovllm.fused` runs with as many rows
     best:     the same with the best tiles found, tried one kernel after another
 
-Tiles are block_m x columns x block_k, then warps w and stages s.
+Tiles are block_m x columns x block_k, then warps w, stages s and the most registers r of a thread.
 """
 
 from __future__ import annotations
@@ -49,20 +49,26 @@ EPS = 1e-6
 
 
 def split(block_m: int, block_k: int, num_warps: int, width: int = 64) -> Tiles:
-    return Tiles(block_m, block_k, num_warps, 1, width, is_split=True)
+    return Tiles(
+        block_m, block_k, num_warps, 1, width, is_split=True, max_registers=FEW.max_registers
+    )
+
+
+FEW_BY_REGISTERS = [FEW, *(replace(FEW, max_registers=limit) for limit in (None, 64, 96, 168))]
 
 
 ADD_TILES = [
-    FEW, split(16, 512, 4, 32), split(16, 1024, 8, 32), split(16, 256, 4), split(16, 256, 8),
+    *FEW_BY_REGISTERS, split(16, 512, 4, 32), split(16, 1024, 8, 32), split(16, 256, 4),
+    split(16, 256, 8),
 ]  # fmt: skip
 QKV_TILES = [
-    FEW, split(16, 512, 4), split(16, 256, 8), split(16, 256, 4),
+    *FEW_BY_REGISTERS, split(16, 512, 4), split(16, 256, 8), split(16, 256, 4),
     Tiles(16, 128, 4, 5), Tiles(16, 128, 8, 4), Tiles(16, 256, 8, 3), Tiles(32, 128, 4, 3),
     Tiles(64, 64, 4, 6), Tiles(64, 128, 4, 4), Tiles(64, 128, 8, 4), Tiles(128, 64, 8, 3),
     Tiles(128, 64, 8, 4),
 ]  # fmt: skip
 GATE_UP_TILES = [
-    FEW, split(16, 512, 8, 32), split(16, 1024, 8, 32), split(16, 256, 8),
+    *FEW_BY_REGISTERS, split(16, 512, 8, 32), split(16, 1024, 8, 32), split(16, 256, 8),
     Tiles(16, 128, 4, 4, 32), Tiles(32, 128, 4, 4, 32), Tiles(64, 128, 4, 4, 16),
     Tiles(64, 128, 4, 3, 32), Tiles(64, 128, 4, 3, 64), Tiles(64, 64, 4, 6, 32),
     Tiles(64, 64, 4, 4, 32), Tiles(64, 64, 4, 4, 64), Tiles(128, 64, 8, 4, 64),
@@ -205,8 +211,9 @@ def graph_ms(stream: torch.cuda.Stream, step: Callable[[], object], replays: int
 
 def name(how: Tiles, kernel: str) -> str:
     columns = how.width if kernel == "add" else 2 * how.width
-    split_mark = " split" if how.is_split else ""
-    return f"{how.block_m}x{columns}x{how.block_k} {how.num_warps}w{how.num_stages}s{split_mark}"
+    limit = f"{how.max_registers}r" if how.max_registers else ""
+    tail = f"{how.num_warps}w{how.num_stages}s{limit}" + (" split" if how.is_split else "")
+    return f"{how.block_m}x{columns}x{how.block_k} {tail}"
 
 
 _BROKEN: set[tuple[str, Tiles]] = set()  # what does not compile, say for want of shared memory
