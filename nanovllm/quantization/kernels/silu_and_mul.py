@@ -14,7 +14,9 @@ from nanovllm.quantization.kernels.quantize import (
     tile,
 )
 
-_CHUNK = 4096  # of a row whose scale is known only at its end: 16 bytes a thread
+# Of a row whose scale is known only at its end, and numbers a thread. Twice as many a thread take 1
+# to 18 % longer on an H200, for 16 to 4,096 rows of 12,288.
+_CHUNK, _PER_THREAD = 4096, 4
 
 
 def silu_and_mul_quantized(gate_up: torch.Tensor, group_size: int | None) -> QuantTensor:
@@ -45,7 +47,7 @@ def silu_and_mul_quantized_triton(gate_up: torch.Tensor, group_size: int | None)
         chunk = min(_CHUNK, triton.next_power_of_2(size))
         _silu_and_mul_row_kernel[(num_tokens,)](
             gate_up, out.data, out.scale, gate_up.stride(0), SIZE=size, CHUNK=chunk,
-            num_warps=num_warps(chunk), **pdl_options(gate_up),
+            num_warps=max(chunk // (32 * _PER_THREAD), 1), **pdl_options(gate_up),
         )  # fmt: skip
     else:
         block, group = tile(size, group_size)
