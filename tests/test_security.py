@@ -220,6 +220,12 @@ def test_tensor_parallel_listens_on_loopback_only_and_leaves_private_files(
     assert modes == {0o700}
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_an_engine_on_one_device_opens_no_port(llm):
+    llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert listening([os.getpid()]) == []
+
+
 def test_the_memory_of_the_channel_is_the_users_own():
     fd = _anonymous_file()
     try:
