@@ -168,8 +168,14 @@ def test_a_killed_worker_ends_the_call_and_a_new_engine_works(
     (pid,) = worker_pids(llm)
     os.kill(pid, signal.SIGINT)  # Ctrl-C is rank 0's business
     check_greedy(tiny_oracle, llm)
+    llm.add_request([5, 6, 7], GREEDY)
+    launched = llm._engine.launched(llm._engine.scheduler.schedule())
     os.kill(pid, signal.SIGKILL)
     wait_until_gone([pid], 5)
+    watch = llm._engine._executor._group._watch
+    watch._thread.join(5)
+    with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
+        launched.future.wait()  # ready, but of what the dead rank gave nobody knows
     for _ in range(2):
         started = time.perf_counter()
         with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
