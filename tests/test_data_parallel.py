@@ -118,7 +118,7 @@ def test_draining_finishes_what_runs_and_drops_the_rest(two_engines):
     assert 1 <= len(found) < 100 and len(set(found)) == len(found)
 
 
-def test_a_dead_engines_requests_go_to_the_other(expected):
+def test_a_dead_engines_requests_go_to_the_other(expected, monkeypatch):
     with DataParallelLLM(MODEL, data_parallel_size=2, **ENGINE) as llm:
         found, victim = {}, llm.worker_pids[1]
         for index, output in llm.generate_iter(PROMPTS, PARAMS):
@@ -129,7 +129,13 @@ def test_a_dead_engines_requests_go_to_the_other(expected):
         assert texts(found[i] for i in range(80)) == expected
         (fault,) = llm.faults
         assert fault.startswith("Engine 1 was killed by signal 9.")
-        os.kill(llm.worker_pids[0], signal.SIGKILL)
+        # What so many engines die under is given up, or it would end them all, again and again.
+        monkeypatch.setattr("nanovllm.data_parallel._MAX_DEATHS", 1)
+        params, (pid,) = SamplingParams(max_tokens=None, ignore_eos=True), llm.worker_pids
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False, return_errors=True)
+        reason = "was given up: 1 engines died while they had it."
+        assert [output.error for output in outputs] == [f"prompt {i} {reason}" for i in range(3)]
         with pytest.raises(RuntimeError, match="All engines have died"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 

@@ -142,12 +142,19 @@ def test_requests_added_for_step_survive_a_fault_in_generate(
 
 @pytest.mark.parametrize(
     ("point", "after"),
-    [("wait", False), ("wait", True), ("update", False), ("update", True), ("process", False)],
+    [
+        *[("wait", False), ("wait", True), ("update", False), ("update", True)],
+        *[("process", False), ("forget", False), ("forget", True)],
+    ],
 )
 def test_an_output_that_is_ready_as_the_fault_strikes_is_not_lost(
     engine, tiny_oracle, monkeypatch, point, after
 ):
-    """A fault between the scheduler's update and the text once lost it: `step` span for ever."""
+    """A fault between the scheduler's update and the text once lost it: `step` span for ever.
+
+    Nor does it come twice, where the fault strikes between taking it and letting go of its request.
+    """
+    monkeypatch.setitem(POINTS, "forget", (OutputProcessor, "forget"))
     for call in (1, 2):
         mine = engine.add_request([4, 5, 6], GREEDY.clone(max_tokens=call))
         with monkeypatch.context() as patch:

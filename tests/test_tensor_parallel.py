@@ -176,6 +176,9 @@ def test_a_killed_worker_ends_the_call_and_a_new_engine_works(
     watch._thread.join(5)
     with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
         launched.future.wait()  # ready, but of what the dead rank gave nobody knows
+    launched.future._handle = SimpleNamespace(is_ready_within=lambda seconds: False)
+    with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
+        launched.future.wait()  # nor, on a GPU, for ever
     for _ in range(2):
         started = time.perf_counter()
         with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
@@ -297,13 +300,19 @@ def test_a_watch_tells_of_an_end_once_and_only_until_it_is_stopped():
 
 
 def test_workers_end_when_rank_0_is_killed(tmp_path, model_of_3):
-    process = run_script(tmp_path, _SCRIPT.format(then="time.sleep(100)"), model_of_3)
-    line = process.stdout.readline()
-    pids = [int(word) for word in line.split()]
+    """Also where a fork of it lives on, which holds its ends of all pipes open."""
+    then = "import os; print(os.fork(), flush=True); time.sleep(100)"
+    process = run_script(tmp_path, _SCRIPT.format(then=then), model_of_3)
+    pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2, process.stderr.read()
+    fork = max(int(process.stdout.readline()) for _ in range(2))  # the fork itself says 0
     process.kill()
     process.wait()
-    wait_until_gone(pids, 5)
+    try:
+        wait_until_gone(pids, 5)
+        assert is_alive(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
     process.stdout.close(), process.stderr.close()
     assert list((tmp_path / "tmp").iterdir()) == [], "nothing to survive a kill"
 

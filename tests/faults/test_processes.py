@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from programs import OPTIONS, shared_memory, start, wait_until_gone
@@ -140,15 +141,17 @@ def test_a_worker_that_dies_before_it_meets_rank_0_ends_the_start(tiny_model, mo
         process = group._processes[0]
         process.kill()
         process.join()
+        Path(group._store_path).unlink(missing_ok=True)  # where it may have been already
         killed.append(process)
         return real(group)
 
     monkeypatch.setattr(WorkerGroup, "join", join)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
+    with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9") as caught:
         LLM(tiny_model, tensor_parallel_size=4, **OPTIONS)
     assert killed and time.monotonic() - started < 100
     assert multiprocessing.active_children() == [], "nor are the others left"
+    del caught  # whose traceback would keep what was not closed, and its processes
 
 
 @pytest.mark.slow
