@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -445,3 +446,43 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     check_ranks(model, 8, torch.device("cpu"))
     with pytest.raises(ValueError, match="tensor_parallel_size = 4 needs as many GPUs.*sees 2"):
         check_ranks(model, 4, torch.device("cuda"))
+
+
+# ---- no tokenizer, or none that can be read
+
+
+def test_a_model_without_a_tokenizer_runs_ids_and_refuses_text(tmp_path, tiny_model, make_llm):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    for path in (tmp_path / "model").glob("tokenizer*"):
+        path.unlink()
+    llm = make_llm(tmp_path / "model", device="cpu", dtype="float32", num_kvcache_blocks=16)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    texts = ["hello", [5, 6]]
+    bad, good = llm.generate(texts, params, use_tqdm=False, return_errors=True)
+    assert "prompt 0 is text, but the model has no tokenizer; pass token ids." in bad.error
+    assert len(good["token_ids"]) == 3 and good["text"] == ""
+    with pytest.raises(ValueError, match="asks for stop strings or bad words, but the model has"):
+        llm.generate([[5, 6]], params.clone(stop=["x"]), use_tqdm=False)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        llm.get_tokenizer()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        llm.score(["hello"], ["x"], use_tqdm=False)
+    assert llm.score([[5, 6]], [[7]], use_tqdm=False)[0].logprob < 0
+
+
+def test_a_tokenizer_of_another_kind_is_named_with_the_way_out(tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "model" / "tokenizer.model")
+    with pytest.raises(ValueError, match=r"has tokenizer.model but no tokenizer.json. Convert it"):
+        LLM(tmp_path / "model", device="cpu", num_kvcache_blocks=16)
+
+
+def test_a_mapping_that_raises_is_a_bad_prompt(llm, nothing_is_left_behind):
+    class Broken(dict):
+        def get(self, key, default=None):
+            raise OSError("gone")
+
+        __getitem__ = get
+
+    good, bad = llm.generate([[5, 6], Broken(prompt="x")], use_tqdm=False, return_errors=True)
+    assert good.error is None and "prompt 1 " in bad.error

@@ -106,6 +106,15 @@ def test_an_iterable_may_wait_for_answers_and_closing_does_not_wait_for_it(two_e
     never.set()
 
 
+def test_one_run_at_a_time_and_the_first_is_right(two_engines, expected):
+    results = two_engines.generate_iter(PROMPTS, PARAMS)
+    first = next(results)
+    with pytest.raises(RuntimeError, match="One generate at a time: finish or close the last"):
+        two_engines.generate(PROMPTS, PARAMS, use_tqdm=False)
+    outputs = dict([first, *results])
+    assert texts(outputs[i] for i in range(80)) == expected
+
+
 def test_draining_finishes_what_runs_and_drops_the_rest(two_engines):
     drain = threading.Event()
     params = SamplingParams(temperature=1, max_tokens=100, ignore_eos=True)

@@ -168,6 +168,60 @@ def test_an_output_that_is_ready_as_the_fault_strikes_is_not_lost(
         check_idle(engine)
 
 
+def test_answers_of_which_some_have_ended_go_on_after_a_fault(engine, monkeypatch):
+    """Those keep how they ended; the others' text, in which to look for stops, is made again."""
+    params = SamplingParams(temperature=1, seed=3, n=3, max_tokens=30, ignore_eos=True)
+    (whole,) = engine.generate([[4, 5, 6]], params, use_tqdm=False)
+    text = whole.outputs[0].text
+    place = next(i for i in range(3, len(text)) if text[i : i + 2].isascii())
+    params = params.clone(stop=[text[place : place + 2]])
+    (expected,) = engine.generate([[4, 5, 6]], params, use_tqdm=False)
+    ends = sorted(len(answer.token_ids) for answer in expected.outputs)
+    assert expected.outputs[0].finish_reason == "stop" and ends[0] + 3 < ends[-1]
+    for call in (ends[0] + 3, ends[-1] - 1):
+        mine = engine.add_request([4, 5, 6], params)
+        with monkeypatch.context() as patch:
+            fail(patch, "execute", call=call, after=True)
+            with pytest.raises(Boom):
+                run_to_the_end(engine)
+        assert run_to_the_end(engine)[mine].outputs == expected.outputs
+        check_idle(engine)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_fault_while_requests_are_added_or_aborted(engine, tiny_oracle, monkeypatch, after):
+    monkeypatch.setitem(POINTS, "add", (Scheduler, "add"))
+    monkeypatch.setitem(POINTS, "abort", (OutputProcessor, "abort"))
+    mine = engine.add_request([4, 5, 6], GREEDY)
+    with monkeypatch.context() as patch:
+        fail(patch, "add", call=2, after=after)
+        with pytest.raises(Boom):
+            engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    other = engine.add_request([7, 8], GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch:
+        fail(patch, "abort", call=1, after=after)
+        with pytest.raises(Boom):
+            engine.abort(other)
+    outputs = run_to_the_end(engine)
+    assert outputs.keys() == {mine}, "what was to end does not go on"
+    tiny_oracle.check_greedy([4, 5, 6], outputs[mine]["token_ids"])
+    check_idle(engine)
+
+
+def test_what_needs_an_idle_engine_waits_for_a_step_of_rows_that_have_ended(engine, tiny_oracle):
+    engine.abort([engine.add_request(PROMPTS[0], GREEDY), "nobody"])
+    request_id = engine.add_request(PROMPTS[0], GREEDY)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(RuntimeError, match=r"reset_prefix_cache needs an idle engine: 1 request"):
+        engine.reset_prefix_cache()
+    engine.abort(request_id)
+    engine.reset_prefix_cache()
+    assert not engine._engine._in_flight
+    check_answers(tiny_oracle, engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
 def test_a_step_that_failed_may_be_tried_again(engine, tiny_oracle, monkeypatch):
     for call in (1, 2, 3, 7):
         ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
@@ -359,6 +413,19 @@ def test_the_garbage_collector_and_the_signal_handler_are_put_back(engine, monke
         with pytest.raises(Boom):
             engine.generate([[5]], GREEDY, use_tqdm=False)
     assert gc.isenabled() and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_program_with_its_own_idea_of_ctrl_c_keeps_it(engine, tiny_oracle):
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        engine.observe_steps(lambda sample: signal.raise_signal(signal.SIGINT))
+        check_answers(tiny_oracle, engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+    finally:
+        engine.observe_steps(None)
+        signal.signal(signal.SIGINT, before)
+    assert len(heard) > 5
+    check_idle(engine)
 
 
 # ---- engines beside and after one another

@@ -176,9 +176,11 @@ def test_a_killed_worker_ends_the_call_and_a_new_engine_works(
     watch._thread.join(5)
     with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
         launched.future.wait()  # ready, but of what the dead rank gave nobody knows
-    launched.future._handle = SimpleNamespace(is_ready_within=lambda seconds: False)
+    group = llm._engine._executor._group
+    group._watch, launched.future._handle = None, SimpleNamespace(is_ready_within=lambda s: False)
     with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
-        launched.future.wait()  # nor, on a GPU, for ever
+        launched.future.wait()  # as on a GPU: not for ever, whoever sees the end first
+    group._watch = watch
     for _ in range(2):
         started = time.perf_counter()
         with pytest.raises(RuntimeError, match="worker 1 ended with exit code -9"):
@@ -329,7 +331,10 @@ def test_a_script_without_a_main_guard_is_told_the_cure(tmp_path, tiny_model):
 
 
 def test_a_program_that_ends_without_close_leaves_nothing(tmp_path, model_of_3):
-    process = run_script(tmp_path, _SCRIPT.format(then="sys.exit(0)"), model_of_3)
+    """Also where finalizers run after multiprocessing's exit, which waits for daemons for ever."""
+    first = "import weakref\nclass Thing:\n    pass\nweakref.finalize(thing := Thing(), int)\n"
+    text = first + _SCRIPT.format(then="sys.exit(0)")
+    process = run_script(tmp_path, text, model_of_3)
     out, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (0, "")
     wait_until_gone([int(word) for word in out.split()], 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def job(tmp_path):
     return ["run-batch", "-i", source, "-o", output, "--model", MODEL, *ENGINE], output
 
 
+@pytest.mark.skipif("COVERAGE_RUN" in os.environ, reason="the limit is one for coverage's file too")
 def test_a_job_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(job):
     """A limit on the size of files fails as a full disk does: in the middle of a line."""
     words, output = job

@@ -215,6 +215,15 @@ def test_memory_that_runs_out_in_a_step_names_what_to_lower(engine, monkeypatch)
     check_right(engine)
 
 
+def test_memory_that_runs_out_at_the_start_names_what_to_lower(tiny_model, monkeypatch):
+    def failing(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory: tried 3 GiB")
+
+    monkeypatch.setattr("nanovllm.frontend.llm_engine.make_executor", failing)
+    with pytest.raises(MemoryError, match="max_num_seqs=4 and max_num_batched_tokens=25. Lower"):
+        LLM(tiny_model, **TIGHT)
+
+
 # ---- any line at all, as a signal's handler that raises may strike
 
 
