@@ -7,8 +7,10 @@ watches the workers while it waits, and raises with a worker's own traceback.
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,7 +29,12 @@ from nanovllm.utils.device import on_device, resolve_device, resolve_dtype
 from nanovllm.utils.interrupt import leave_signals_to_parent
 from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.parallel import ParallelContext, join_group
-from nanovllm.utils.processes import ProcessWatch, end_with_parent, in_thread
+from nanovllm.utils.processes import (
+    ProcessWatch,
+    end_with_parent,
+    in_thread,
+    remove_if_orphaned,
+)
 from nanovllm.utils.remote_error import RemoteError
 
 # First byte of a message. EACH calls what no rank needs another for: one that fails lives on.
@@ -168,7 +175,8 @@ def _run_worker(
     store_path: str,
 ) -> None:
     leave_signals_to_parent()
-    end_with_parent(Path(store_path).parent)
+    directory = Path(store_path).parent
+    end_with_parent(directory)
     torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
     receiver = ChannelReceiver(commands, tp_rank - 1, tp_size - 1)
     try:
@@ -180,11 +188,13 @@ def _run_worker(
             _serve(runner, receiver, replies)
             runner.close()
             parallel.close()
-    except (EOFError, BrokenPipeError):
-        pass  # rank 0 is gone
+    except (EOFError, BrokenPipeError):  # rank 0 is gone
+        shutil.rmtree(directory, ignore_errors=True)  # what it may have had no time for
     except BaseException as error:
-        replies.send(RemoteError.of(error))
+        with suppress(OSError):  # rank 0 is gone, and this is what its end did to a collective
+            replies.send(RemoteError.of(error))
         replies.close()
+        remove_if_orphaned(directory)
         raise SystemExit(1) from None
     finally:
         receiver.close()

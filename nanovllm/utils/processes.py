@@ -99,6 +99,19 @@ def end_with_parent(directory: str | Path | None = None) -> None:
     threading.Thread(target=_watch_parent, args=(directory,), daemon=True).start()
 
 
+def remove_if_orphaned(directory: str | Path) -> None:
+    """In a child that failed: remove `directory` if its parent is gone, which may be why.
+
+    The thread of `end_with_parent` may not come to it any more.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join(_POLL_S)
+        if parent.is_alive() and os.getppid() == parent.pid:
+            return
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def _watch_parent(directory: str | Path | None) -> None:
     parent = multiprocessing.parent_process()
     # Not by its pipe alone: a fork of the parent may live on and hold it open.

@@ -173,6 +173,32 @@ def test_a_worker_killed_in_the_middle_of_a_step_ends_the_call(tiny_model, momen
         assert time.monotonic() - started < 30
 
 
+def test_a_rank_in_the_middle_of_a_collective_ends_quietly_when_rank_0_is_killed(
+    tmp_path, tiny_model
+):
+    """It once told of its broken pipe, and left the directory in which ranks meet behind."""
+    text = (
+        HEAD
+        + """
+from nanovllm.engine import worker
+worker.end_with_parent = lambda directory: None  # in ranks too: its thread comes too late
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, **OPTIONS)
+    tokens(llm)
+    def die(num_rows):
+        time.sleep(0.2)  # the other waits for this rank's share
+        os.kill(os.getpid(), signal.SIGKILL)
+    llm._engine._executor._runner._decode_step = die
+    tokens(llm)
+"""
+    )
+    process = start(tmp_path, text, tiny_model)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (-signal.SIGKILL, "")
+    wait_until_gone(process.pid, 10)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 _ENDLESS = (
     HEAD
     + """
