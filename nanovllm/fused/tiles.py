@@ -37,14 +37,13 @@ FEW = Tiles(16, 512, 8, 1, is_split=True, max_registers=128)
 # Up to so many rows; with more a library GEMM is better.
 _QKV = {
     FEW_ROWS: FEW,
-    32: Tiles(16, 128, 4, 5),
+    64: Tiles(16, 128, 4, 5),
     256: Tiles(64, 64, 4, 6),
     512: Tiles(128, 64, 8, 3),
 }
 _GATE_UP = {
     FEW_ROWS: FEW,
-    48: Tiles(64, 128, 4, 4, 16),
-    64: Tiles(64, 128, 4, 3, 64),
+    64: Tiles(64, 128, 4, 4, 16),
     128: Tiles(64, 128, 4, 3, 32),
     256: Tiles(64, 64, 4, 4, 32),
 }
