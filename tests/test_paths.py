@@ -41,6 +41,19 @@ def test_an_engine_does_not_depend_on_the_current_directory(place):
         assert llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0]["token_ids"] == before
 
 
+def test_what_stands_behind_a_link_is_found_by_its_parent(place):
+    """`link/..` was struck out of paths, and is not where the link stands."""
+    (place / "elsewhere" / "deep").mkdir()
+    os.symlink(place / "elsewhere" / "deep", "link")
+    os.rename("model", place / "elsewhere" / "model")
+    shutil.move("adapter", place / "elsewhere")
+    (place / "elsewhere" / "in.jsonl").write_text('{"prompt": "hello", "max_tokens": 2}\n')
+    options = BatchOptions("link/../in.jsonl", "link/../out.jsonl", show_progress=False)
+    adapter = "link/../adapter"
+    assert run_batch("link/../model", options, lora=adapter, **OPTIONS).exit_code == 0
+    assert (place / "elsewhere" / "out.jsonl").is_file()
+
+
 def test_a_job_does_not_depend_on_the_current_directory(place, monkeypatch):
     Path("in.jsonl").write_text('{"prompt": "hello", "max_tokens": 2}\n')
     real = nanovllm.batch._make_llm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -26,7 +27,8 @@ def absolute_path(name: str, value: Any, kind: str = "a path") -> str:
     """
     path = path_text(name, value, kind)
     try:
-        path = os.path.abspath(path)
+        # Not abspath: it strikes out `link/..`, which is not where the link stands.
+        path = str(Path(path).absolute())
         os.lstat(path)
     except (OSError, ValueError) as error:  # that nothing is there yet is no fault
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
