@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -223,6 +224,26 @@ def test_files_that_changed_are_not_taken_for_those_of_the_start(tmp_path, tiny_
         llm.wake_up()
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output["token_ids"] for output in outputs] == expected
+
+
+def test_files_that_weights_are_not_read_from_may_change(tmp_path, tiny_model):
+    """A trainer that saved its optimiser beside the model kept it from being woken up."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    names = load_file(model / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with LLM(model, device="cpu", dtype="float32", num_kvcache_blocks=16) as llm:
+        expected = [out["token_ids"] for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        llm.sleep(2)
+        save_file({"step": torch.ones(1)}, model / "optimizer.safetensors")
+        llm.wake_up()
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == expected
+        llm.sleep(2)
+        (model / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        with pytest.raises(RuntimeError, match="index.json changed since"):
+            llm.wake_up()
 
 
 def test_new_weights_that_fail_half_way_leave_no_old_prefixes(tiny_model, monkeypatch):

@@ -8,21 +8,26 @@ from pathlib import Path
 from nanovllm.config import Config
 from nanovllm.lora.adapter import WEIGHTS_NAME
 from nanovllm.lora.settings import CONFIG_NAME
-from nanovllm.utils.loader import INDEX_NAME, name_list
+from nanovllm.utils.loader import name_list, weight_files
 
 Stamps = dict[str, tuple[int, int]]  # path -> bytes, and time of the last change in ns
 
 
 def file_stamps(config: Config, model_dir: Path) -> Stamps:
-    """What identifies the files that are there, cheaply; nothing where weights are drawn."""
+    """What identifies the files that weights are read from, cheaply; nothing where they are drawn.
+
+    Other files of the directory may come and go: trainers save optimisers and adapters there.
+    """
     if config.load_format == "dummy":
         return {}
-    paths = [*model_dir.glob("*.safetensors"), model_dir / INDEX_NAME]
+    paths = []
+    with suppress(ValueError):  # what is missing is for the loader to say
+        paths += weight_files(model_dir)
     if config.lora is not None:
         paths += [Path(config.lora) / name for name in (CONFIG_NAME, WEIGHTS_NAME)]
     stamps = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # what is missing is for the loader to say
+        with suppress(FileNotFoundError):  # as above
             status = path.stat()
             stamps[str(path)] = (status.st_size, status.st_mtime_ns)
     return stamps

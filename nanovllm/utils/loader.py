@@ -88,6 +88,14 @@ def tensor_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that tensors are read from, and the index if there is one."""
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        return _find_files(directory, None)
+    return [*_find_files(directory, _read_index(index)), index]
+
+
 def _names_by_file(directory: Path) -> list[tuple[Path, list[str]]]:
     """Which tensors are to be read from which file: each tensor of the checkpoint once."""
     if not directory.is_dir():
