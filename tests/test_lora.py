@@ -295,7 +295,8 @@ def change(adapter, edit):
         ({"alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(', which is no regular expression"),
         ({"rank_pattern": {"(?i)q_proj": 4}}, r"'\(\?i\)q_proj', which is no regular .*flags not"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
-        ({"target_modules": [*ALL, "c_attn"]}, "has 'c_attn', and the model has no such module"),
+        ({"target_modules": ["c_attn"]}, "updates of .*q_proj.* which adapter_config.json does"),
+        ({"target_modules": ".*c_attn"}, "updates of .*q_proj.* which adapter_config.json does"),
         ({"target_modules": [*ALL, 3]}, "target_modules must be a list of names or a regex"),
         ({"target_modules": ".*lm_head"}, r"'.*lm_head', but lm_head have no update"),
         ({"target_modules": None}, "target_modules is None, so whether the file is complete"),
@@ -326,6 +327,13 @@ def test_settings_that_cannot_be_merged_are_named(tmp_path, tiny_model, changes,
     (adapter / CONFIG).write_text(json.dumps(config))
     with pytest.raises(ValueError, match=match):
         check_adapter(adapter, tiny_model, is_tied=False)
+
+
+def test_a_name_that_no_module_has_is_left_out_as_by_peft(tmp_path, tiny_model, caplog):
+    """A usual list of names is longer than what one model has, and was refused for that."""
+    adapter = write_adapter(tmp_path / "adapter", tiny_model, target_modules=[*ALL, "c_attn"])
+    check_adapter(adapter, tiny_model, is_tied=False)
+    assert "target_modules has 'c_attn', and the model has no such module" in caplog.text
 
 
 A0, B0 = (f"{PREFIX}{Q0}.lora_{part}.weight" for part in "AB")

@@ -175,10 +175,11 @@ def _check_targets(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None
         raise ValueError(f"layers_to_transform has {min(absent)}, but {there}.")
     trained = {name.removesuffix(".weight") for name in adapter.updates}
     meant: set[str] = set()
+    absent_names = []
     for target in (targets,) if isinstance(targets, str) else targets:
         found = [module for module in modules if settings.is_target(target, module)]
         if not found:
-            raise ValueError(f"target_modules has {target!r}, and the model has no such module.")
+            absent_names.append(target)
         part = {module for module in found if settings.is_trained(target, module)}
         if lost := part - trained:
             raise ValueError(
@@ -191,6 +192,11 @@ def _check_targets(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None
             f"it has updates of {name_list(foreign)}, which {CONFIG_NAME} does not name (see its "
             "target_modules, exclude_modules and layers_to_transform); do the two files belong "
             "together?"
+        )
+    if absent_names:  # lists are written for many models; nothing of this one is lost
+        logger.warning(
+            "target_modules has %s, and the model has no such module: PEFT left it out as well",
+            name_list(map(repr, absent_names)),
         )
 
 
