@@ -111,8 +111,11 @@ class Journal:
     def check_unchanged(self, key: str | int, digest: str, line_number: int) -> None:
         """Refuse to go on with the file if a line that it answers is another now."""
         if self._checks_lines and not self.answers(key, digest):
+            answered = "answered it"
+            if _digest_key(key, "failed") in self._failed:
+                answered = "gave an error for it. Pass --retry-failed to run it as it is now"
             raise RefusedOutput(
-                f"Line {line_number} of the input was changed since {self.path} answered it. "
+                f"Line {line_number} of the input was changed since {self.path} {answered}. "
                 f"Put it back, {_ADVICE[0].lower()}{_ADVICE[1:]}, or --force-resume to keep the "
                 "answer to what it was."
             )
@@ -161,9 +164,12 @@ class Journal:
         if not names:
             return
         differences = "; ".join(f"{n}: {old.get(n)!r} then, {new.get(n)!r} now" for n in names)
+        hint = ""
+        if names == ["input"]:
+            hint = " If only lines with an error were mended, pass --retry-failed."
         raise RefusedOutput(
-            f"{self.path} was made by another job ({differences}). {_ADVICE}, or --force-resume to "
-            "mix both."
+            f"{self.path} was made by another job ({differences}).{hint} {_ADVICE}, or "
+            "--force-resume to mix both."
         )
 
     def _read_finished(self) -> None:

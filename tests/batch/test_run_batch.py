@@ -277,7 +277,7 @@ def test_failed_lines_are_tried_again_and_the_last_result_counts(tmp_path):
 
     assert attempt() == (2, 5, 0, 0, 1)
     lines[1], lines[2], lines[4] = api_line("x"), api_line("b"), '{"prompt": "1+1=", "n": 1}'
-    with pytest.raises(RefusedOutput, match="input: .* then, .* now"):
+    with pytest.raises(RefusedOutput, match="input: .* then, .* now.*mended, pass --retry-failed"):
         attempt()
     before = output.read_bytes()
     assert attempt(retry_failed=True) == (3, 2, 2, 0, 1)
@@ -292,6 +292,23 @@ def test_failed_lines_are_tried_again_and_the_last_result_counts(tmp_path):
     lines[5] = '{"prompt": "2+3=", "max_tokens": 3}'
     with pytest.raises(RefusedOutput, match="Line 6 of the input was changed since"):
         attempt(retry_failed=True)
+
+
+def test_a_retry_that_was_interrupted_says_how_it_goes_on(tmp_path):
+    """It advised to put back the line that had just been mended, or to start anew."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(api_line(name, temperature=-1) for name in "abc") + "\n")
+    assert run(source, output).num_failed == 3
+    before = output.read_bytes()
+    source.write_text("\n".join(api_line(name) for name in "abc") + "\n")
+    assert run(source, output, retry_failed=True).num_ok == 3
+    first = output.read_bytes()[len(before) :].splitlines(keepends=True)[0]
+    output.write_bytes(before + first + b'{"id": "torn')
+    with pytest.raises(RefusedOutput, match="gave an error for it. Pass --retry-failed to run it"):
+        run(source, output)
+    done = run(source, output, retry_failed=True)
+    assert (done.num_ok, done.num_done_before, done.exit_code) == (2, 1, 0)
+    assert run(source, output).exit_code == 0
 
 
 def test_a_mended_line_without_an_id_counts_once_where_a_job_is_forced_on(tmp_path):
