@@ -22,6 +22,7 @@ from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.worker import CALL
+from nanovllm.utils.parallel import ParallelContext
 from nanovllm.utils.processes import ProcessWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -339,3 +340,21 @@ def test_a_program_that_ends_without_close_leaves_nothing(tmp_path, model_of_3):
     assert (process.returncode, err) == (0, "")
     wait_until_gone([int(word) for word in out.split()], 5)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_group_lets_go_though_the_interpreter_starts_no_threads_any_more(monkeypatch):
+    """An LLM that nobody closed: NCCL's destructor would end the program with an abort."""
+
+    class Group:
+        num_aborts = 0
+
+        def abort(self):
+            self.num_aborts += 1
+
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    group = Group()
+    ParallelContext(0, 2, group, is_nccl=True).close()
+    assert group.num_aborts == 1

@@ -188,6 +188,7 @@ def _run_worker(
             _serve(runner, receiver, replies)
             runner.close()
             parallel.close()
+        shutil.rmtree(directory, ignore_errors=True)  # rank 0 may be killed while it stops us
     except (EOFError, BrokenPipeError):  # rank 0 is gone
         shutil.rmtree(directory, ignore_errors=True)  # what it may have had no time for
     except BaseException as error:
