@@ -31,7 +31,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"nanovllm.lm_eval needs {error.name}. Run `pip install nanovllm[lm_eval]`, "
+        f"nanovllm.lm_eval needs {error.name}. Run `pip install -e '.[lm-eval]'`, "
         "or use LLM.score without the harness."
     ) from error
 

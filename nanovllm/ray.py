@@ -1,4 +1,4 @@
-"""Many machines: an engine in each actor of a Ray Data pipeline. Needs `pip install nanovllm[ray]`.
+"""Many machines: an engine in each actor of a Ray Data pipeline. Needs `pip install -e '.[ray]'`.
 
 import ray
 from nanovllm.ray import build_processor

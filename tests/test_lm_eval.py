@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install nanovllm[lm_eval]")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[lm-eval]'")
 pytest.importorskip("accelerate", reason="lm-eval's hf model needs accelerate")
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"

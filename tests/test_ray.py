@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="needs pip install nanovllm[ray]")
-pytest.importorskip("ray.data", reason="needs pip install nanovllm[ray]")
+ray = pytest.importorskip("ray", reason="needs pip install -e .[ray]")
+pytest.importorskip("ray.data", reason="needs pip install -e .[ray]")
 
 from nanovllm.ray import build_processor  # noqa: E402  # after the skips
 

@@ -141,6 +141,6 @@ def _load(name: str) -> type[AttentionBackend]:
     except ImportError as error:
         raise ImportError(
             f"attention_backend={name!r} needs {error.name or 'a package that fails to load'} "
-            f"({error}). Run `pip install nanovllm[cuda]`, or pass attention_backend='sdpa'."
+            f"({error}). Run `pip install -e '.[cuda]'`, or pass attention_backend='sdpa'."
         ) from error
     return backend

@@ -155,7 +155,7 @@ def _decompressed(buffered: io.BufferedReader) -> io.BufferedIOBase:
             import zstandard
         except ImportError as error:
             raise ImportError(
-                "zstd input needs zstandard. Run `pip install nanovllm[zstd]`, or pipe it in: "
+                "zstd input needs zstandard. Run `pip install -e '.[zstd]'`, or pipe it in: "
                 "`zstdcat FILE | nanovllm run-batch -i - ...`."
             ) from error
         return io.BufferedReader(_ZstdInput(buffered, zstandard.ZstdDecompressor()), _BUFFER_BYTES)

@@ -18,7 +18,7 @@ def packed(kind, data):
     if kind == "gz":
         return gzip.compress(data[:5]) + gzip.compress(data[5:])
     if kind == "zst":
-        zstandard = pytest.importorskip("zstandard", reason="needs pip install nanovllm[zstd]")
+        zstandard = pytest.importorskip("zstandard", reason="needs pip install -e .[zstd]")
         compress = zstandard.ZstdCompressor().compress
         return compress(data[:5]) + compress(data[5:])
     return data

