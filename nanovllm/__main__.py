@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from nanovllm import __version__
 from nanovllm.batch import BatchOptions, run_batch
 from nanovllm.batch.summary import BROKEN, INTERRUPTED
 from nanovllm.config import Config
@@ -184,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "nanovllm", description="Offline batch inference for language models."
     )
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     batch = _command(commands, "run-batch", _run_batch, "answer a file of requests")
@@ -220,7 +222,11 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for Perfetto")
     job.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
     _add_data_parallel(batch)
-    _add_sampling(batch, "for lines that leave them open (default: the model's own)")
+    _add_sampling(
+        batch,
+        "for lines that leave them open (default: the model's own; max_tokens: 64 in plain lines, "
+        "16 in completions, to the context's end in chats)",
+    )
     _add_engine(batch)
 
     generate = _command(commands, "generate", _generate, "continue one prompt")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm import __version__
 from nanovllm.__main__ import _ENGINE_HELP, main
 from nanovllm.config import Config
 
@@ -38,6 +39,13 @@ def test_models_lists_architectures(capsys):
     assert "Qwen3ForCausalLM" in names and "Qwen3MoeForCausalLM" in names
 
 
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"nanovllm {__version__}\n"
+
+
 def test_run_batch_sums_up_and_its_exit_code_tells(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"prompt": "12+34="}\n{"prompt": 5}\n')
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
@@ -45,6 +53,7 @@ def test_run_batch_sums_up_and_its_exit_code_tells(tmp_path, capsys):
     assert main(["run-batch", *files, *ENGINE, "--temperature", "0"]) == 1
     captured = capsys.readouterr()
     assert "requests ok" in captured.out and "time by phase" in captured.out
+    assert "--retry-failed runs them again" in captured.out
     assert "2 of 2 | 100%" in captured.err
     assert (tmp_path / "r.html").stat().st_size > 5000
     assert (tmp_path / "t.json").stat().st_size > 500

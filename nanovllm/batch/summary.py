@@ -86,6 +86,11 @@ class BatchSummary:
         )
         lines.append(f"{'time by phase':<{width}}  {phases}")
         lines += self.notes + self.file_failures
+        if self.num_failed or self.num_failed_before:
+            lines.append(
+                "Lines that failed say why under 'error' in the output; --retry-failed runs them "
+                "again, mended or not."
+            )
         if self.is_interrupted:
             lines.append("Stopped early: the same command goes on from here.")
         if self.input_failure is not None:
