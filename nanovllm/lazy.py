@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import repeat
 from threading import Event
 from typing import Any
@@ -28,7 +28,7 @@ def paired(
         raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}.")
     if isinstance(params, SamplingParams):
         return zip(prompts, repeat(params), strict=False)
-    if not isinstance(params, Iterable):
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(
             "sampling_params must be a SamplingParams or an iterable with one for each prompt, "
             f"got {type(params).__name__}."

@@ -48,7 +48,7 @@ def run_prompts(
             else checked(built, advice=NOTHING_STARTED)
         )
         done = run_requests(engine, requests, progress)
-    _warn_if_cut(done.values(), params)
+    warn_if_cut(done.values(), params)
     return [
         done[item.request_id] if isinstance(item, Request) else error_output(item, item.index)
         for item in built
@@ -150,7 +150,8 @@ def _token_counts(output: RequestOutput) -> tuple[int, int]:
     return len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
 
 
-def _warn_if_cut(outputs: Iterable[RequestOutput], params: list[SamplingParams]) -> None:
+def warn_if_cut(outputs: Iterable[RequestOutput], params: list[SamplingParams]) -> None:
+    """Log once how many answers the default of `max_tokens` has cut."""
     if not any(item.max_tokens == _DEFAULT_MAX_TOKENS for item in params):
         return
     num_cut = sum(

@@ -111,6 +111,11 @@ class _Encoder:
                 raise TypeError(
                     f"{name} {index} must be a string or token ids, got {type(ids).__name__}."
                 )
+            if any(isinstance(item, str) for item in ids):
+                raise TypeError(
+                    f"{name} {index} must be a string or token ids, got a list with a string. "
+                    "Texts stand in one flat list: a context for each continuation."
+                )
             if not ids:
                 raise ValueError(f"{name} {index} has no token of its own. Give it at least one.")
         return list(first), list(second)

@@ -225,6 +225,12 @@ def test_an_engines_oserror_is_told_and_not_taken_for_the_end_of_its_parent(monk
         engine_process._run_engine(0, Config("m"), theirs)
 
 
+def test_answers_that_the_default_cut_are_told(two_engines, caplog):
+    """One engine warned, several did not."""
+    two_engines.generate(["a"] * 3, SamplingParams(ignore_eos=True), use_tqdm=False)
+    assert "3 answer(s) were cut at max_tokens=64" in caplog.text
+
+
 def test_the_numbers_of_a_call_are_checked(two_engines):
     for window, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(error, match=f"window must be .*got {window}"):

@@ -161,6 +161,7 @@ def test_fewer_parameters_than_prompts_are_an_error(llm):
         ("hello", GREEDY, None, "must be an iterable of prompts, got str"),
         (5, GREEDY, None, "must be an iterable of prompts, got int"),
         ([[5]], 5, None, "must be a SamplingParams or an iterable"),
+        ([[5]], {"n": 1}, None, "must be a SamplingParams or an iterable.*got dict"),
         ([[5]], GREEDY, -1, "window must be at least 1, got -1"),
     ],
 )

@@ -130,6 +130,7 @@ def test_the_longest_pair_that_fits_is_scored(tiny_llm, tiny_oracle):
         ([[5], [6]], [[7]], "contexts has 2 entries for 1 continuations"),
         ([[5]], ["", "x"], "contexts has 1 entries for 2"),
         (["hello"], [""], "continuation 0 has no token of its own"),
+        (["hello", "you"], [["a", "b"], ["c"]], "continuation 0 must be .*a list with a string"),
         ([[5], []], [[7], [8]], "context 1 has no token"),
         ([[5], None], [[7], [8]], "context 1 must be a string or token ids, got NoneType"),
         ([[5]], [[9999]], "prompt 0 has token id 9999"),

@@ -94,6 +94,10 @@ def test_weights_and_memory_of_a_live_engine(
     ):
         with pytest.raises(RuntimeError, match=r"needs an idle engine: 1 request\(s\) are open"):
             call()
+    # Another call brings it to its end; its output still waits for `step`.
+    llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+    with pytest.raises(RuntimeError, match=r"needs an idle engine: 1 request\(s\) are open"):
+        llm.sleep(1)
     llm.abort(request_id)
 
     # Asleep, and awake again; level 2 reads the checkpoint.

@@ -40,7 +40,7 @@ from nanovllm.lazy import checked_window, paired
 from nanovllm.metrics import Metrics, StepSample
 from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import AllAtOnce, ReadAhead
-from nanovllm.run_requests import NOTHING_STARTED, checked, error_output
+from nanovllm.run_requests import NOTHING_STARTED, checked, error_output, warn_if_cut
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_callable, check_int
 from nanovllm.utils.interrupt import InterruptFlag
@@ -129,6 +129,7 @@ class DataParallelLLM:
                 num_out = sum(len(answer.token_ids) for answer in output.outputs)
                 progress.show_finished(len(output.prompt_token_ids), num_out)
                 progress.show_state(*self.load())
+        warn_if_cut(outputs.values(), params)
         return [outputs[index] for index in range(len(items))]
 
     def generate_iter(

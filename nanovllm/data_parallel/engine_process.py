@@ -95,7 +95,9 @@ class EngineProcess:
         try:
             kind, payload = self.connection.recv()
         except (EOFError, OSError):
-            raise RuntimeError(self.end()) from None
+            raise RuntimeError(
+                f"{self.end()} Is the script's code under `if __name__ == '__main__':`?"
+            ) from None
         if kind == "failed":
             error: RemoteError = payload
             self.end()

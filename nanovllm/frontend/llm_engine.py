@@ -359,9 +359,10 @@ class LLMEngine:
     def _check_idle(self, name: str) -> None:
         self._check_open()
         if self.has_unfinished():
+            ids = {*self.processor.requests, *(output.request_id for output in self._unclaimed)}
             raise RuntimeError(
-                f"{name} needs an idle engine: {len(self.processor.requests)} request(s) are open. "
-                "Finish or abort them first."
+                f"{name} needs an idle engine: {len(ids)} request(s) are open. "
+                "Take their outputs from step, or abort them first."
             )
         while self._in_flight:  # a last step may still be running for rows that ended
             self._bring_in(self._in_flight.popleft())

@@ -267,7 +267,7 @@ def params_list(
     """One SamplingParams for each prompt."""
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if not isinstance(params, Iterable):
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(
             "sampling_params must be a SamplingParams or one for each prompt, "
             f"got {type(params).__name__}."
