@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--input-len", type=int, default=1024, help="longest prompt")
     parser.add_argument("--output-len", type=int, default=1024, help="longest answer")
-    parser.add_argument("--max-token-id", type=int, default=10000)
+    parser.add_argument("--max-token-id", type=int, default=10000, help="below the vocabulary")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; later ones count up")
     parser.add_argument("--runs", type=int, default=2)
