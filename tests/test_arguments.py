@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import BatchOptions
+from nanovllm.config import Config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 CHAT = [{"role": "user", "content": "a"}]
@@ -72,6 +75,16 @@ def test_a_wrong_argument_is_named_and_nothing_happens(llm, name):
         list(call(llm) or ())
     assert llm.is_finished()
     assert llm.generate([[5]], GREEDY, use_tqdm=False)[0].finished
+
+
+def test_numpys_truth_values_are_taken(llm, tmp_path):
+    """They were refused as "of type bool", though NumPy's integers are taken."""
+    yes, no = np.True_, np.False_
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=yes)
+    (good, bad) = llm.generate([[5], []], params, use_tqdm=no, return_errors=yes)
+    assert len(good["token_ids"]) == 2 and bad.error is not None
+    assert Config("m", enable_prefix_caching=no).enable_prefix_caching is False
+    assert BatchOptions("i", tmp_path / "o", overwrite=yes).overwrite is True
 
 
 def test_right_ones_are_taken(llm):

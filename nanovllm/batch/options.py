@@ -44,7 +44,7 @@ class BatchOptions:
             if getattr(self, name) is not None:
                 checked[name] = Path(absolute_path(name, getattr(self, name)))
         for name in ("overwrite", "force_resume", "retry_failed", "show_progress"):
-            check_bool(name, getattr(self, name))
+            checked[name] = check_bool(name, getattr(self, name))
         advice = "It is a number of seconds; 0: each result at once."
         checked["fsync_interval_s"] = check_float(
             "fsync_interval_s", self.fsync_interval_s, minimum=0.0, advice=advice

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec
 
+import numpy as np
+
 _P = ParamSpec("_P")
 
 
@@ -56,10 +58,10 @@ def check_float(
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return `value`, which must be True or False itself: 0, "no" and the like are refused."""
-    if not isinstance(value, bool):
+    """Return `value`, which must be True or False, or NumPy's: 0, "no" and the like are refused."""
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(_message(f"{name} must be True or False", value))
-    return value
+    return bool(value)
 
 
 def check_callable(name: str, value: Any) -> None:

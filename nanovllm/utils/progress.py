@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,11 @@ class Progress:
     """
 
     def __init__(self, use_tqdm: bool | Callable[..., Any], total: int) -> None:
-        make = tqdm if use_tqdm is True else use_tqdm
+        make: Any = use_tqdm
+        if isinstance(make, np.bool_):
+            make = bool(make)
+        if make is True:
+            make = tqdm
         self._bar: Any = None
         if make is not False and not callable(make):
             raise TypeError(
