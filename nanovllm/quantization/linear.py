@@ -138,12 +138,15 @@ class Fp8Linear(nn.Module):
 
 
 def check_scales(scales: torch.Tensor) -> None:
-    """Raise unless the scales are numbers that a weight can be multiplied by, and not lost."""
+    """Raise unless the scales are numbers that a weight can be multiplied by.
+
+    Some may be 0, as rows or blocks without a weight have it.
+    """
     if scales.is_meta:
         return
-    num_broken = int((~(scales.isfinite() & (scales > 0))).sum())
-    if num_broken:
+    is_broken = ~(scales.isfinite() & (scales >= 0)) | ~scales.any()
+    if num_broken := int(is_broken.sum()):
         raise ValueError(
-            f"{num_broken} of {scales.numel()} scales are 0, negative, NaN or infinite. "
+            f"{num_broken} of {scales.numel()} scales are negative, NaN or infinite, or all are 0. "
             "Is the file damaged?"
         )

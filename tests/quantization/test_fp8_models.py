@@ -208,9 +208,9 @@ def with_nan(tensor):
         ("channel", "mlp__down_proj__weight_scale", lambda t: t[:, 0], r"shape \(192,\) does not"),
         ("channel", "mlp__down_proj__weight_scale", lambda t: t[:1], r"shape \(1, 1\) does not"),
         ("channel", "mlp__up_proj__weight_scale", lambda t: t.T, r"shape \(1, 256\) does not"),
-        ("channel", "mlp__up_proj__weight_scale", lambda t: -t, "256 of 256 scales are 0, neg"),
-        ("channel", "mlp__up_proj__weight_scale", lambda t: t / 0, "256 of 256 scales are 0, neg"),
-        ("channel", "mlp__up_proj__weight_scale", lambda t: t * (t < t[9]), "scales are 0"),
+        ("channel", "mlp__up_proj__weight_scale", lambda t: -t, "256 of 256 scales are neg"),
+        ("channel", "mlp__up_proj__weight_scale", lambda t: t / 0, "256 of 256 scales are neg"),
+        ("channel", "mlp__up_proj__weight_scale", lambda t: t * 0, "256 of 256 scales .*all are 0"),
         ("channel", "mlp__up_proj__weight_scale", lambda t: t.int(), "dtype torch.int32"),
         ("channel", "mlp__up_proj__weight_scale", lambda t: None, "1 missing: .*up_proj.weight_s"),
         ("channel", "mlp__up_proj__weight", lambda t: t.float(), "is torch.float32, but quantiz"),
@@ -235,6 +235,14 @@ def test_faulty_tensors_are_named(checkpoints, tmp_path, kind, name, change, mes
     with pytest.raises(ValueError, match=message) as caught:
         load(directory)
     assert name.replace("__", ".") in str(caught.value)
+
+
+def test_rows_without_a_weight_may_have_scales_of_0(checkpoints, tmp_path):
+    change = {"mlp__down_proj__weight_scale": lambda t: t * (t > t[9])}
+    directory = damaged(checkpoints["channel"], tmp_path / "m", **change)
+    linear = load(directory).model.layers[0].mlp.down_proj
+    weight = dequantize_weight(linear._quantized_weight, None)
+    assert 0 < int((weight == 0).all(dim=1).sum()) < len(weight)
 
 
 def test_float16_overflows_quantised_or_not(checkpoints, tmp_path):
