@@ -224,10 +224,14 @@ class _Run:
         self._trace = TraceWriter(self._options.trace, time.time())
 
     def _write_report(self) -> None:
-        assert self._options.report is not None
+        summary, path = self._summary, self._options.report
+        assert path is not None
+        if path.exists() and not (summary.num_ok or summary.num_failed):
+            # A job that is started again when it is done must not lose the charts of its night.
+            summary.notes.append(f"Nothing was left to do: {path} is that of an earlier run.")
+            return
         title = f"{self._model}: {Path(self._options.input).name}"
-        facts = self._summary.facts()
-        write_report(self._options.report, self._timeline, title=title, facts=facts)
+        write_report(path, self._timeline, title=title, facts=summary.facts())
 
     def _write_metrics(self) -> None:
         assert self._options.metrics is not None

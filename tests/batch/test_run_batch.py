@@ -342,3 +342,13 @@ def test_keys_that_are_nearly_parameters_are_asked_about_once(tmp_path, caplog):
         assert caplog.text.count(note) == 1 and note in summary.text()
     (record, _) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert record["temprature"] == 1
+
+
+def test_a_job_with_nothing_left_to_do_keeps_its_report(tmp_path, source):
+    """It was replaced by one without a step in it."""
+    report = tmp_path / "report.html"
+    run(source, tmp_path / "out.jsonl", report=report)
+    before = report.read_bytes()
+    summary = run(source, tmp_path / "out.jsonl", report=report)
+    assert report.read_bytes() == before
+    assert f"Nothing was left to do: {report} is that of an earlier run." in summary.notes
