@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from nanovllm.utils.device import on_device
+
 # Between them decode kernels change their tile sizes: kernels/{decode_plan,split_gemm,sample}.py
 # and fused/tiles.py.
 KERNEL_BATCHES = (1, 16, 32, 64, 128, 256)
@@ -27,7 +29,7 @@ def run_in_threads(
     """
 
     def run(job: Callable[[], None]) -> None:
-        with torch.cuda.device(device), _WithoutProducts():
+        with on_device(device), _WithoutProducts():
             job()
 
     with ThreadPoolExecutor(num_threads) as pool:

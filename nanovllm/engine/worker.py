@@ -188,9 +188,8 @@ def _run_worker(
             _serve(runner, receiver, replies)
             runner.close()
             parallel.close()
-        shutil.rmtree(directory, ignore_errors=True)  # rank 0 may be killed while it stops us
-    except (EOFError, BrokenPipeError):  # rank 0 is gone
-        shutil.rmtree(directory, ignore_errors=True)  # what it may have had no time for
+    except (EOFError, BrokenPipeError):
+        pass  # rank 0 is gone
     except BaseException as error:
         with suppress(OSError):  # rank 0 is gone, and this is what its end did to a collective
             replies.send(RemoteError.of(error))
@@ -199,6 +198,8 @@ def _run_worker(
         raise SystemExit(1) from None
     finally:
         receiver.close()
+    # Killed, by now or while it stops us, rank 0 has no time for it.
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _serve(runner: ModelRunner, receiver: ChannelReceiver, replies: Connection) -> None:
