@@ -155,6 +155,7 @@ def free_storage(model: nn.Module) -> None:
         parameter.untyped_storage().resize_(0)
 
 
+@torch.no_grad()
 def restore_storage(model: nn.Module) -> bool:
     """Allocate what `free_storage` gave back; whether there was any, to be filled now."""
     was_freed = False
@@ -162,5 +163,6 @@ def restore_storage(model: nn.Module) -> bool:
         storage = parameter.untyped_storage()
         if storage.size() == 0:
             storage.resize_(parameter.numel() * parameter.element_size())
+            parameter.zero_()  # padding is in no checkpoint
             was_freed = True
     return was_freed

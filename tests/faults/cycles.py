@@ -48,7 +48,7 @@ def held() -> dict[str, float]:
         "temporary": len(os.listdir(tempfile.gettempdir())) + len(shared),
         "device_mib": 0.0,
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asking would open what an engine on a CPU does not
         torch.cuda.synchronize()
         figures["device_mib"] = torch.cuda.memory_reserved() / 2**20
         free, total = torch.cuda.mem_get_info()

@@ -116,6 +116,7 @@ def check(op: Op, rank: int, size: int, device: torch.device) -> str:
 
 def run_rank(rank: int, size: int, directory: str) -> None:
     device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)  # kernels start on the current one, whatever their arguments
     parallel = join_group(f"{directory}/store", rank, size, device, use_peers=False)
     ops = {"nccl": nccl(parallel), "nccl-same": nccl_on_this_stream(parallel)}
     try:

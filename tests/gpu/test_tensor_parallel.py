@@ -237,13 +237,20 @@ def test_ctrl_c_ends_the_call_and_a_new_engine_works(tmp_path, demo_model, last)
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONFAULTHANDLER": "1",
+        },
     )
     try:
         assert process.stdout.readline() == "up\n"
         time.sleep(2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the worker gets it too
         out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # all say where they hang
+        pytest.fail(process.communicate()[1][-6000:])
     finally:
         process.kill()
     assert process.returncode == 0, err[-3000:]

@@ -7,6 +7,8 @@ from tiny_models import make_tiny_qwen3, write_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
 from nanovllm.models.model_config import load_model_config
+from nanovllm.models.weights import free_storage, restore_storage
+from nanovllm.utils.loader import load_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -163,6 +165,24 @@ def test_dummy_weights_are_seeded_and_finite(tmp_path):
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
     assert results[0].isfinite().all()
+
+
+def test_freed_weights_come_back_without_what_their_memory_held(tmp_path):
+    """The vocabulary, 517, leaves the second rank a row that no checkpoint fills."""
+    write_tiny_qwen3(tmp_path)
+
+    def padding_after_waking(parallel):
+        model = build(load_model_config(tmp_path), parallel=parallel)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        free_storage(model)
+        assert restore_storage(model)
+        load_model(model, tmp_path)  # which refuses what is not finite
+        return model.model.embed_tokens.weight[-1].tolist()
+
+    last_row, padding = on_ranks(2, padding_after_waking)
+    assert any(last_row)
+    assert not any(padding)
 
 
 def test_tiny_model_is_a_good_oracle():
