@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Tiles:
     # Several programs to a tile, which sum block_k features each with weights that they load before
     # the kernel before has ended; if not, one sums all features, block_k at a time.
     is_split: bool = False
-    # Of a thread. With no limit ptxas takes so few that a program of split tiles waits for some of
-    # its weights before it asks for others, in an order that changes with every edit of the kernel.
+    # Of a thread. What ptxas takes with no limit changes with every edit of the kernel, and with it
+    # how many programs an SM holds and how many of their weights they ask for at once.
     max_registers: int | None = None
 
     def options(self) -> dict[str, int | None]:
@@ -31,12 +31,13 @@ class Tiles:
         }
 
 
-# Measured on an H200 by tests/gpu/bench_fused_gemm.py. Up to FEW_ROWS all GEMMs have one tile.
+# Measured on an H200 by tests/gpu/bench_fused_gemm.py. Up to FEW_ROWS all GEMMs have such tiles;
+# with so few registers an SM holds four programs.
 FEW_ROWS = 16
-FEW = Tiles(16, 512, 8, 1, is_split=True, max_registers=128)
+FEW = Tiles(16, 512, 8, 1, is_split=True, max_registers=64)
 # Up to so many rows; with more a library GEMM is better.
 _QKV = {
-    FEW_ROWS: FEW,
+    FEW_ROWS: replace(FEW, num_warps=4, max_registers=128),
     64: Tiles(16, 128, 4, 5),
     256: Tiles(64, 64, 4, 6),
     512: Tiles(128, 64, 8, 3),

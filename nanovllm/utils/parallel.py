@@ -27,8 +27,15 @@ _TIMEOUT = timedelta(minutes=10)
 _ABORT_TIMEOUT_S = 10.0
 # Needs Triton, and is above this module: loaded by name where ranks have GPUs.
 _PEER_MEMORY = "nanovllm.collectives.peer_memory"
-# By default NCCL's watchdog ends this process when another rank has died; we want to say so first.
-_NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NCCL_VARIABLES = {
+    # By default NCCL's watchdog ends this process when another rank has died; we want to say so
+    # first.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # By default a thread asks the store each second whether it is to dump traces. Once the store's
+    # file is gone it retries for five minutes, and for so long the group's destructor waits for it.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 @dataclass(frozen=True, slots=True)

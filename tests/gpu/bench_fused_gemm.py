@@ -49,14 +49,11 @@ EPS = 1e-6
 
 
 def split(block_m: int, block_k: int, num_warps: int, width: int = 64) -> Tiles:
-    return Tiles(
-        block_m, block_k, num_warps, 1, width, is_split=True, max_registers=FEW.max_registers
-    )
+    limit = 512 // num_warps  # four programs to an SM
+    return Tiles(block_m, block_k, num_warps, 1, width, is_split=True, max_registers=limit)
 
 
-FEW_BY_REGISTERS = [FEW, *(replace(FEW, max_registers=limit) for limit in (None, 64, 96, 168))]
-
-
+FEW_BY_REGISTERS = [FEW, *(replace(FEW, max_registers=limit) for limit in (None, 96, 128, 168))]
 ADD_TILES = [
     *FEW_BY_REGISTERS, split(16, 512, 4, 32), split(16, 1024, 8, 32), split(16, 256, 4),
     split(16, 256, 8),
