@@ -1,6 +1,6 @@
 """Time all-reduces of decode steps between GPUs of one host, in a CUDA graph.
 
-python tests/gpu/bench_all_reduce.py            # 2 GPUs; --ranks 4 for more
+python -m tests.gpu.bench_all_reduce            # 2 GPUs; --ranks 4 for more
 
 Columns, microseconds: NCCL on its own stream, and on the caller's; torch's symmetric-memory
 one-shot and two-shot (without multicast), the copy into their buffer included; ours with so many
@@ -16,15 +16,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
 
 from nanovllm.collectives.peer_memory import PeerMemory
 from nanovllm.utils.parallel import ParallelContext, join_group
+from tests.gpu.needs_gpu import need_gpus
 
 ROWS = (1, 8, 32, 64, 128, 256, 512)
 HIDDEN = (1024, 2048, 4096, 5120)
@@ -157,8 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     size = parser.parse_args().ranks
-    if torch.cuda.device_count() < size:
-        parser.exit(message=f"needs {size} GPUs, torch sees {torch.cuda.device_count()}\n")
+    need_gpus(size)
     with tempfile.TemporaryDirectory() as directory:
         context = multiprocessing.get_context("spawn")
         ranks = [context.Process(target=run_rank, args=(r, size, directory)) for r in range(size)]

@@ -1,8 +1,8 @@
 """Micro-benchmark of the attention kernels on a GPU; a script, not a test.
 
-    python tests/gpu/bench_attention.py            # decode and prefill with the defaults
-    python tests/gpu/bench_attention.py --small    # decode of few rows, with and without overlap
-    python tests/gpu/bench_attention.py --sweep    # decode settings: best per batch, best overall
+    python -m tests.gpu.bench_attention            # decode and prefill with the defaults
+    python -m tests.gpu.bench_attention --small    # decode of few rows, with and without overlap
+    python -m tests.gpu.bench_attention --sweep    # decode settings: best per batch, best overall
     any of these with --fp8                        # the same of a KV cache in fp8
 
 Decode runs inside a CUDA graph over several layers, so that L2 holds nothing between them. Results
@@ -26,6 +26,7 @@ from nanovllm.kernels.paged_prefill import (
     paged_prefill_reference,
     paged_prefill_triton,
 )
+from tests.gpu.needs_gpu import need_gpus
 
 DEVICE, DTYPE, FP8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 PAGE, HEAD_DIM, MAX_NUM_SEQS = 64, 128, 512
@@ -374,13 +375,14 @@ def prefill(dtype: torch.dtype) -> None:
         case.report("paged_prefill, default", case.paged)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true", help="decode of few rows, two ways")
     parser.add_argument("--sweep", action="store_true", help="search decode settings")
     parser.add_argument("--fp8", action="store_true", help="a KV cache in fp8")
-    torch.manual_seed(0)
     arguments = parser.parse_args()
+    need_gpus()
+    torch.manual_seed(0)
     cache_dtype = FP8 if arguments.fp8 else DTYPE
     if arguments.small:
         small(cache_dtype)
@@ -389,3 +391,7 @@ if __name__ == "__main__":
     else:
         decode(cache_dtype)
         prefill(cache_dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import time
 import torch
 
 from nanovllm.utils.finite import NamedTensor, check_finite
+from tests.gpu.needs_gpu import need_gpus
 
 HIDDEN, INNER, VOCAB, NUM_LAYERS = 4096, 12288, 151936, 36
 
@@ -31,6 +32,7 @@ def tensors(linear: torch.dtype) -> list[NamedTensor]:
 
 
 def main() -> None:
+    need_gpus()
     for linear in (torch.bfloat16, torch.float8_e4m3fn):
         weights = tensors(linear)
         num_bytes = sum(tensor.nbytes for _, tensor in weights)

@@ -31,6 +31,7 @@ from nanovllm.quantization.kernels.quantize import (
 )
 from tests.gpu.bench_kernels import BANDWIDTH, BF16, graph_us, num_copies
 from tests.gpu.bench_quantization import LAYERS, scaled_mm
+from tests.gpu.needs_gpu import need_gpus
 
 
 def cuts(block_m: int, *shapes: tuple[int, int, int, int]) -> list[Tile]:
@@ -154,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", action="store_true", help="weights with a scale a block")
     arguments = parser.parse_args()
+    need_gpus()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     sweep_activation()

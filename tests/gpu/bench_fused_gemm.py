@@ -41,6 +41,7 @@ from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_triton
 from nanovllm.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_triton
 from nanovllm.kernels.split_gemm import split_gemm
+from tests.gpu.needs_gpu import need_gpus
 
 BATCHES = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, SIZE, PAGE = 28, 1024, 16, 8, 128, 3072, 64
@@ -319,7 +320,9 @@ def run(batches: Iterable[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    run(parser.parse_args().batches)
+    arguments = parser.parse_args()
+    need_gpus()
+    run(arguments.batches)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import bench
 from nanovllm import LLM, SamplingParams
+from tests.gpu.needs_gpu import need_gpus
 
 MAX_TOKEN_ID = 10_000
 
@@ -173,6 +174,7 @@ def run_long() -> None:
 
 
 def main() -> None:
+    need_gpus()
     parts = {
         "requests": run_requests, "seqs": run_seqs, "models": run_models, "prefix": run_prefix,
         "unlimited": run_unlimited, "long": run_long,

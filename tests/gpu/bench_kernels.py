@@ -26,6 +26,7 @@ from nanovllm.kernels.rms_norm import (
 from nanovllm.kernels.sample import sample_reference, sample_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.split_gemm import split_gemm_triton
+from tests.gpu.needs_gpu import need_gpus
 
 BANDWIDTH = 4.24e12  # bytes/s, what a plain copy reaches on an H200
 ROTATED_BYTES = 200e6  # several times the L2 cache
@@ -219,6 +220,7 @@ def main() -> None:
     for name, mode in modes.items():
         parser.add_argument(f"--{name}", dest="runs", action="append_const", const=mode)
     arguments = parser.parse_args()
+    need_gpus()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     for run in arguments.runs or ():

@@ -25,6 +25,7 @@ from nanovllm.moe.plan import Plan, make_plan_reference, make_plan_triton
 from nanovllm.moe.routing import route_reference, route_triton
 from nanovllm.utils.parallel import ParallelContext
 from tests.gpu.bench_kernels import BANDWIDTH, graph_us
+from tests.gpu.needs_gpu import need_gpus
 
 PEAK = 790e12  # flop/s that large bf16 GEMMs reach on an H200
 HIDDEN, EXPERTS, TOP_K, SIZE = 2048, 128, 8, 768
@@ -306,6 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sweep", action="store_true", help="time all cuts, not the layer")
     arguments = parser.parse_args()
+    need_gpus()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     if arguments.sweep:

@@ -34,6 +34,7 @@ from nanovllm.quantization.kernels.quantize import QuantTensor, quantize, quanti
 from nanovllm.quantization.kernels.rms_norm import rms_norm_quantized
 from nanovllm.quantization.kernels.silu_and_mul import silu_and_mul_quantized
 from tests.gpu.bench_kernels import BANDWIDTH, BF16, graph_us, num_copies
+from tests.gpu.needs_gpu import need_gpus
 
 BF16_FLOPS, FP8_FLOPS = 790e12, 1580e12  # a second, of an H200 that holds its clock
 LAYERS = {
@@ -343,12 +344,17 @@ def requantized() -> None:
         print(f"{name}: relative error of normal weights {error:.2%}")
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--accuracy", action="store_true", help="on the CPU, no GPU needed")
     if parser.parse_args().accuracy:
         accuracy()
-    else:
-        compile_all()
-        check()
-        bench()
+        return
+    need_gpus()
+    compile_all()
+    check()
+    bench()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Cost per step of each sampling feature beyond greedy and temperature, on a GPU.
 
-python tests/gpu/bench_sampling.py [--batch 256] [--vocab 151936]
+python -m tests.gpu.bench_sampling [--batch 256] [--vocab 151936]
 
 Every row asks for the feature; what is timed is all that runs behind the captured step. The median
 of CUDA events around one step, with the L2 cache as the step itself leaves it. "host" is the time
@@ -24,6 +24,7 @@ from nanovllm.engine.step import Column, PrefillWork, SchedulerOutput
 from nanovllm.kernels.sample import sample
 from nanovllm.sampling.redraw import Redrawer
 from nanovllm.sampling_params import SamplingParams
+from tests.gpu.needs_gpu import need_gpus
 
 WIDTH = int(Column.BLOCK_TABLE) + 16
 PROMPT_LEN, OUTPUT_LEN, HIDDEN = 512, 256, 1024
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=151_936)
     args = parser.parse_args()
+    need_gpus()
     head = Head(args.vocab)
     print(f"{torch.cuda.get_device_name()}, batch {args.batch}, vocabulary {args.vocab}")
     print(f"{'feature':36s} {'device us':>10s} {'host us':>10s}")

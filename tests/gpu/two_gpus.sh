@@ -21,7 +21,7 @@ bench="$python bench.py --engine-options"
 half="--input-len 512 --output-len 256"
 
 one_tests() { lines=40 part tests 190 $tests -k "not killed and not ctrl_c and not after_all" --durations=4; }
-one_reduce() { lines=45 part reduce 75 $python tests/gpu/bench_all_reduce.py; }
+one_reduce() { lines=45 part reduce 75 $python -m tests.gpu.bench_all_reduce; }
 one_single() { # one GPU each, at once
     (CUDA_VISIBLE_DEVICES=1 lines=6 part 32B-tp1 75 $bench max_num_seqs=256 --size 32B $half --runs 2) &
     CUDA_VISIBLE_DEVICES=0 lines=6 part 8B-tp1 75 $bench max_num_seqs=256 --size 8B --runs 2
