@@ -78,6 +78,12 @@ def workload(args: argparse.Namespace, seed: int) -> tuple[list[list[int]], list
     return prompts, params
 
 
+def vocab_size(llm: Any) -> int:
+    """Of the model of an LLM or a DataParallelLLM."""
+    owner = llm._files if hasattr(llm, "_files") else llm._engine
+    return int(owner.model_config.vocab_size)
+
+
 def write_config(size: str, directory: Path) -> Path:
     """A Qwen3 config.json of published size, for load_format="dummy"."""
     hidden, layers, heads, intermediate, tied = SIZES[size]
@@ -197,7 +203,9 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--input-len", type=int, default=1024, help="longest prompt")
     parser.add_argument("--output-len", type=int, default=1024, help="longest answer")
-    parser.add_argument("--max-token-id", type=int, default=10000, help="below the vocabulary")
+    parser.add_argument(
+        "--max-token-id", type=int, help="largest of the prompts' (default: 10000, if there is one)"
+    )
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; later ones count up")
     parser.add_argument("--runs", type=int, default=2)
@@ -211,13 +219,21 @@ def main() -> None:
         parser.error("pass one of --model and --size")
     if args.data_parallel and args.profile:
         parser.error("--profile looks into one engine: leave out --data-parallel")
+    if args.profile:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--profile traces a GPU's kernels, and torch sees no GPU")
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
 
     from nanovllm import LLM, SamplingParams
     from nanovllm.data_parallel import DataParallelLLM
 
-    options = dict(item.split("=", 1) for item in args.engine_options.split(",") if item)
+    items = [item.partition("=") for item in args.engine_options.split(",") if item]
+    if wrong := [name for name, equals, _ in items if not equals]:
+        parser.error(f"--engine-options takes name=value,name=value, got {wrong[0]!r}")
+    options: dict[str, Any] = {name: value for name, _, value in items}
     for name, value in options.items():
         with contextlib.suppress(ValueError, SyntaxError):  # a plain word is a string
             options[name] = ast.literal_eval(value)
@@ -231,6 +247,8 @@ def main() -> None:
         else:
             llm = LLM(model, **options)
     ready_s = process_age_s()
+    if args.max_token_id is None:
+        args.max_token_id = min(10000, vocab_size(llm) - 1)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     print(f"start-up: {ready_s:.2f} s to the engine, {process_age_s():.2f} s to the first token")
     for number in range(args.runs):

@@ -1,0 +1,41 @@
+"""`bench.py`: what it prints, and what it says of arguments that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import bench
+
+MODEL = str(Path(__file__).parent / "tiny-qwen3")
+SIZES = ["--num-seqs", "4", "--input-len", "9", "--output-len", "3", "--runs", "1"]
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    bench.main()
+
+
+def test_prompts_are_of_the_models_vocabulary(monkeypatch, capsys):
+    """The demo model's has 4,096 ids, and prompts of 10,000 were drawn for it."""
+    options = "device=cpu,dtype=float32,cpu_kvcache_space_gib=0.05"
+    run(monkeypatch, "--model", MODEL, *SIZES, "--engine-options", options)
+    out = capsys.readouterr().out
+    assert "start-up:" in out and "run 1: 36 tokens in, 12 out" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "pass one of --model and --size"),
+        (["--model", MODEL, "--engine-options", "enforce_eager"], "got 'enforce_eager'"),
+        (["--model", MODEL, "--profile", "p"], "torch sees no GPU"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(monkeypatch, capsys, arguments, reason):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *arguments)
+    assert reason in capsys.readouterr().err
