@@ -51,6 +51,12 @@ def test_misspelt_model_length_is_not_swallowed():
         ("swap_space", "leave it out"),
         ("enable_lora", "Pass lora=DIR"),
         ("enable_chunked_prefill", "leave it out"),
+        ("data_parallel_size", "nanovllm.data_parallel.DataParallelLLM"),
+        ("pipeline_parallel_size", "within layers only"),
+        ("disable_custom_all_reduce", "Did you mean enable_custom_all_reduce=False"),
+        ("enable_sleep_mode", "leave it out"),
+        ("kv_cache_memory_bytes", "See 'num_kvcache_blocks'"),
+        ("generation_config", "Pass SamplingParams"),
     ],
 )
 def test_options_of_vllm_are_met_with_what_to_do(name, hint):

@@ -72,11 +72,12 @@ def check_callable(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable[str], advice: str = "") -> str:
     """Return `value`, which must be one of `choices`."""
-    listed = ", ".join(map(repr, choices))
+    names = [repr(choice) for choice in choices]
+    allowed = f"{name} must be {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
     if not isinstance(value, str):
-        raise TypeError(_message(f"{name} must be one of {listed}", value, advice))
+        raise TypeError(_message(allowed, value, advice))
     if value not in choices:
-        raise ValueError(_message(f"{name} must be one of {listed}", value, advice))
+        raise ValueError(_message(allowed, value, advice))
     return value
 
 
