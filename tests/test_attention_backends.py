@@ -279,5 +279,8 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, "nanovllm.attention.flash_attn", raising=False)
     monkeypatch.setattr("nanovllm.attention.backend.HAS_TRITON", True)
-    with pytest.raises(ImportError, match=r"needs flash_attn.*pip install -e '\.\[cuda\]'"):
+    with pytest.raises(ImportError, match=r"needs flash_attn.*pip install flash-attn`"):
         choose("flash_attn", device=torch.device("cuda"))
+    monkeypatch.setattr("nanovllm.attention.backend.HAS_TRITON", False)
+    with pytest.raises(ImportError, match=r"needs triton.*pip install triton`"):
+        choose("triton", device=torch.device("cuda"))

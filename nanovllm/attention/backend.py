@@ -55,7 +55,7 @@ _BACKENDS = {
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_DTYPES = (*_HALF_DTYPES, torch.float32)
 _TRITON_HEAD_DIMS = (16, 32, 64, 128, 256)
-_FLASH_ATTN_HEAD_DIMS = (64, 128)  # what the flash-attn wheel is built for
+_FLASH_ATTN_HEAD_DIMS = (64, 128)  # what was tried: wheels may be built for these alone
 
 
 def get_backend(
@@ -82,8 +82,8 @@ def get_backend(
         backend = _load(name)
         if name == "flash_attn" and not flash_attn_fits(dtype, head_dim):
             logger.warning(
-                "flash-attn has no kernels for head_dim %d, %s; attention_backend='flash_attn' "
-                "prefills with the Triton kernel",
+                "attention_backend='flash_attn' takes flash-attn for head_dim 64 and 128 in 16 "
+                "bits; with head_dim %d, %s prefill is the Triton kernel's",
                 head_dim,
                 dtype,
             )
@@ -110,7 +110,7 @@ def _fastest(
 
 
 def flash_attn_fits(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the flash-attn wheel has kernels for this kind of model."""
+    """Whether prefill of this kind of model goes through flash-attn."""
     return dtype in _HALF_DTYPES and head_dim in _FLASH_ATTN_HEAD_DIMS
 
 
@@ -141,6 +141,7 @@ def _load(name: str) -> type[AttentionBackend]:
     except ImportError as error:
         raise ImportError(
             f"attention_backend={name!r} needs {error.name or 'a package that fails to load'} "
-            f"({error}). Run `pip install -e '.[cuda]'`, or pass attention_backend='sdpa'."
+            f"({error}). Run `pip install {'flash-attn' if HAS_TRITON else 'triton'}`, or pass "
+            "attention_backend='sdpa'."
         ) from error
     return backend
