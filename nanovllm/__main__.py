@@ -38,7 +38,7 @@ _ENGINE_HELP = {
     "dtype": "auto, float32, bfloat16 or float16",
     "kv_cache_dtype": "auto (the model's) or fp8, which holds twice the tokens of bfloat16",
     "attention_backend": "auto, triton, flash_attn or sdpa",
-    "seed": "from which the seeds of requests derive that name none",
+    "seed": "gives a seed to each request that names none",
     "cpu_kvcache_space_gib": "size of the KV cache on a CPU, in GiB",
     "load_format": "auto, or dummy for random weights",
     "enable_request_reordering": "run requests that begin alike together",
@@ -215,7 +215,10 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds between writes to the disk itself; 0: each result (default: %(default)s)",
     )
     job.add_argument(
-        "--window", type=int, help="requests read ahead of results (default: 4 * max_num_seqs)"
+        "--window",
+        type=int,
+        metavar="N",
+        help="requests read ahead of results (default: 4 * max_num_seqs)",
     )
     job.add_argument("--metrics", type=Path, metavar="FILE", help="write all counters as JSON")
     job.add_argument("--report", type=Path, metavar="FILE", help="write charts of the run as HTML")
@@ -230,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(batch)
 
     generate = _command(commands, "generate", _generate, "continue one prompt")
-    generate.add_argument("prompt")
+    generate.add_argument("prompt", help="a text; with --chat what a user says")
     _add_model(generate)
     generate.add_argument("--chat", action="store_true", help="ask it through the chat template")
     _add_sampling(generate, "(default: the model's own; max_tokens: 256)")
@@ -243,7 +246,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--input-len", 128, "tokens of each prompt"),
         ("--output-len", 128, "tokens of each answer"),
     ):
-        bench.add_argument(name, type=int, default=default, help=f"{text} (default: %(default)s)")
+        text += " (default: %(default)s)"
+        bench.add_argument(name, type=int, default=default, metavar="N", help=text)
     bench.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
     _add_data_parallel(bench)
     _add_engine(bench)
@@ -255,7 +259,8 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text}.")
+    description = f"{text[0].upper()}{text[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
     parser.set_defaults(command=run)
     parser.add_argument("-v", "--verbose", action="store_true", help="say more, on stderr")
     return parser
@@ -278,7 +283,7 @@ def _add_data_parallel(parser: argparse.ArgumentParser) -> None:
 def _add_sampling(parser: argparse.ArgumentParser, what: str) -> None:
     group = parser.add_argument_group("sampling", what)
     for name, (kind, text) in _SAMPLING.items():
-        group.add_argument(_flag(name), type=kind, help=text, metavar=name.upper())
+        group.add_argument(_flag(name), type=kind, help=text, metavar=_metavar(name, kind))
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at TEXT; repeatable")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="run to max_tokens")
 
@@ -304,7 +309,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
             kind = int
         elif types[item.name] is float or "float" in names:
             kind = float
-        group.add_argument(_flag(item.name), type=kind, metavar=item.name.upper(), help=text)
+        group.add_argument(
+            _flag(item.name), type=kind, metavar=_metavar(item.name, kind), help=text
+        )
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -316,6 +323,11 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = [*_SAMPLING, "stop", "ignore_eos"]
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _metavar(name: str, kind: Callable[[str], Any]) -> str:
+    """N for a whole number, X for any, else the last word of the name: help stays short."""
+    return "N" if kind is int else "X" if kind is float else name.rpartition("_")[2].upper()
 
 
 def _flag(name: str) -> str:
