@@ -27,9 +27,7 @@ class RowTable:
         self._num_holes = 0
         self._num_joined = 0
         # One column a fact, indexed by row.
-        self._len = np.zeros(
-            max_num_seqs, dtype=np.int64
-        )  # expected tokens, any in flight included
+        self._len = np.zeros(max_num_seqs, dtype=np.int64)  # tokens, any in flight included
         self._limit = np.zeros(max_num_seqs, dtype=np.int64)
         self._final_len = np.zeros(max_num_seqs, dtype=np.int64)  # predicted
         self._shared = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in blocks found by prefix

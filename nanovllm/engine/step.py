@@ -21,7 +21,7 @@ class Column(IntEnum):
 
     LAST_TOKEN = 0  # input of the next decode step
     SEQ_LEN = 1  # tokens of the sequence, LAST_TOKEN included
-    TEMPERATURE = 2  # float32 bits, as all fields below up to REPETITION_PENALTY but TOP_K
+    TEMPERATURE = 2  # float32 bits, as all down to REPETITION_PENALTY
     TOP_P = 3
     MIN_P = 4
     PRESENCE_PENALTY = 5

@@ -19,9 +19,8 @@ class ForwardContext:
 
     kv_cache: torch.Tensor  # [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
     is_decode: bool
-    slot_mapping: (
-        torch.Tensor
-    )  # [num_tokens] int64, block_id * block_size + offset; -1 is not stored
+    # [num_tokens] int64, block_id * block_size + offset; -1 is not stored
+    slot_mapping: torch.Tensor
     block_tables: torch.Tensor  # [num_seqs, max_blocks] int32, last dim contiguous
     seq_lens: torch.Tensor  # [num_seqs] int32, KV entries attended, this step's included
     # [num_layers, 2, num_kv_heads] float32, what K and V in an fp8 cache are multiplied by
