@@ -14,7 +14,7 @@ from nanovllm.frontend.llm_engine import LLMEngine
 from nanovllm.frontend.request_builder import params_list, prompt_list
 from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import checked_window, iterate, paired, stream_text
-from nanovllm.metrics import StepSample, StepSampler
+from nanovllm.metrics import Metrics, StepSample, StepSampler
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_prompts, step_whole, without_interrupts
 from nanovllm.sampling_params import SamplingParams
@@ -212,8 +212,8 @@ class LLM:
         return self._engine.load()
 
     @property
-    def metrics(self) -> Any:
-        """Counters since the engine was built."""
+    def metrics(self) -> Metrics:
+        """Counters since the engine was built; they go on counting in the object that is given."""
         return self._engine.metrics
 
     def observe_steps(self, sink: Callable[[StepSample], None] | None) -> None:
