@@ -22,7 +22,6 @@ from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.worker import CALL
-from nanovllm.utils.parallel import ParallelContext
 from nanovllm.utils.processes import ProcessWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -332,29 +331,49 @@ def test_a_script_without_a_main_guard_is_told_the_cure(tmp_path, tiny_model):
 
 
 def test_a_program_that_ends_without_close_leaves_nothing(tmp_path, model_of_3):
-    """Also where finalizers run after multiprocessing's exit, which waits for daemons for ever."""
+    """Its engine is closed before the interpreter ends: NCCL's threads would meet one that is gone.
+
+    Also where finalizers run after multiprocessing's exit, which waits for daemons for ever.
+    """
     first = "import weakref\nclass Thing:\n    pass\nweakref.finalize(thing := Thing(), int)\n"
-    text = first + _SCRIPT.format(then="sys.exit(0)")
-    process = run_script(tmp_path, text, model_of_3)
+    then = """
+    from nanovllm.utils.parallel import ParallelContext
+    def say(self, close=ParallelContext.close):
+        if self.tp_size > 1:
+            print("closed", sys.is_finalizing())
+        close(self)
+    ParallelContext.close = say
+    sys.exit(0)
+    """
+    process = run_script(tmp_path, first + _SCRIPT.format(then=then), model_of_3)
     out, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (0, "")
-    wait_until_gone([int(word) for word in out.split()], 5)
+    pids, last = out.splitlines()
+    assert last == "closed False"
+    wait_until_gone([int(word) for word in pids.split()], 5)
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_group_lets_go_though_the_interpreter_starts_no_threads_any_more(monkeypatch):
-    """An LLM that nobody closed: NCCL's destructor would end the program with an abort."""
-
-    class Group:
-        num_aborts = 0
-
-        def abort(self):
-            self.num_aborts += 1
-
-    def refuse(self):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    group = Group()
-    ParallelContext(0, 2, group, is_nccl=True).close()
-    assert group.num_aborts == 1
+def test_what_is_to_run_at_exit_runs_in_its_process_while_its_object_lives():
+    text = """
+import os
+from nanovllm.utils.owner import AtExit
+class Thing:
+    def __init__(self, name):
+        self.name, self.at_exit = name, AtExit(self.close)
+    def close(self):
+        print(self.name, flush=True)
+kept, freed, cancelled = Thing("kept"), Thing("freed"), Thing("cancelled")
+cancelled.at_exit.cancel()
+del freed
+if os.fork():
+    os.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("kept\n", "")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
+import weakref
+from collections.abc import Callable
 
 
 class Owner:
@@ -26,6 +29,28 @@ class Owner:
                 f"from it, cannot use it. Make a {self._what} here, in a process that was started "
                 "with multiprocessing.get_context('spawn')."
             )
+
+
+class AtExit:
+    """Calls an object's method, if it still lives, when the interpreter of its process ends.
+
+    Later, when the object is freed, would be too late for what needs threads: the interpreter lets
+    none start, and ends those that come back to it.
+    """
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._owner = Owner("")
+        atexit.register(self._run)
+
+    def cancel(self) -> None:
+        """Do nothing at the end. A second call does nothing."""
+        atexit.unregister(self._run)
+
+    def _run(self) -> None:
+        method = self._method()
+        if method is not None and self._owner.is_here:
+            method()
 
 
 def never_free(thing: object) -> None:

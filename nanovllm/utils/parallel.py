@@ -104,11 +104,7 @@ class ParallelContext:
             self.peers.close()
         # Not its destructor, which would abort too, with a warning: here the wait has an end.
         thread = Thread(target=self.abort, name="nanovllm-abort", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends, and starts no threads any more
-            self.abort()
-            return
+        thread.start()
         thread.join(_ABORT_TIMEOUT_S)
         if thread.is_alive():
             logger.warning("NCCL has not let go of its communicator: some GPU memory is kept")
