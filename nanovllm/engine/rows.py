@@ -13,8 +13,9 @@ from nanovllm.engine.row_params import num_logprobs, param_cells, row_features, 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Column, row_width
 
-# With memory to spare a row asks for blocks this seldom: a step without changes sends nothing.
-_BLOCKS_AHEAD = 16
+# Rows that need a block within so many steps get theirs together: steps in between send nothing.
+_STEPS_AHEAD = 16
+_NO_CHANGES = np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32), np.zeros(0, np.int32)
 
 
 class RowTable:
@@ -24,7 +25,7 @@ class RowTable:
         self._blocks = blocks
         self._width = row_width(blocks.num_blocks_for(max_model_len))
         self._rows: list[Sequence | None] = []  # None is a hole that the next step packs
-        self._num_holes = 0
+        self._holes: list[int] = []
         self._num_joined = 0
         # One column a fact, indexed by row.
         self._len = np.zeros(max_num_seqs, dtype=np.int64)  # tokens, any in flight included
@@ -48,7 +49,7 @@ class RowTable:
 
     @property
     def num_seqs(self) -> int:
-        return len(self._rows) - self._num_holes
+        return len(self._rows) - len(self._holes)
 
     def join(self, seq: Sequence, final_len: int) -> None:
         """Append a row for `seq`, whose block table covers all its known tokens."""
@@ -76,36 +77,34 @@ class RowTable:
         header = np.array(list(cells.items()), dtype=np.int64)
         header[:, 0] += row * self._width
         self._cells.append(header)
-        self._set_blocks(row, 0, seq.block_table)
+        self._set_blocks(row, np.arange(len(seq.block_table)), seq.block_table)
         self._rules.extend(row_rules(seq))
 
     def leave(self, seq: Sequence) -> int:
         """Take `seq` out of its row; return its expected number of tokens."""
         row, seq.row = seq.row, -1
         self._rows[row] = None
-        self._num_holes += 1
+        self._holes.append(row)
         return int(self._len[row])
 
     def extend_block_tables(self) -> bool:
         """Give every row blocks for its next token; False, nothing done, if there are too few."""
         self._pack()
-        num_rows, block_size = len(self._rows), self._blocks.block_size
-        short = np.flatnonzero(self._len[:num_rows] > self._capacity[:num_rows])
+        seqs, block_size = self.packed_seqs(), self._blocks.block_size
+        lens, capacity = self._len[: len(seqs)], self._capacity[: len(seqs)]
+        short = (lens > capacity).nonzero()[0]
         if not len(short):
             return True
-        num_free = self._blocks.num_free_blocks
-        if len(short) > num_free:
+        last_lens = self._limit[: len(seqs)] - 1
+        soon = (np.minimum(lens + _STEPS_AHEAD, last_lens) > capacity).nonzero()[0]
+        if len(soon) <= self._blocks.num_free_blocks:
+            short = soon  # all that need one by then get it, so none waits for another's
+        elif len(short) > self._blocks.num_free_blocks:
             return False
-        # Reserving ahead must not make another row wait for a block.
-        ahead = _BLOCKS_AHEAD if num_free > 2 * _BLOCKS_AHEAD * num_rows else 1
-        for row in short.tolist():
-            seq = self._rows[row]
-            assert seq is not None
-            num_held = len(seq.block_table)
-            num_useful = self._blocks.num_blocks_for(int(self._limit[row]) - 1) - num_held
-            new_ids = self._blocks.append(seq.block_table, max(1, min(ahead, num_useful)))
-            self._set_blocks(row, num_held, new_ids)
-            self._capacity[row] = len(seq.block_table) * block_size
+        tables = [seqs[row].block_table for row in short.tolist()]
+        new_ids = [self._blocks.append(table, 1)[0] for table in tables]
+        self._set_blocks(short, capacity[short] // block_size, new_ids)
+        capacity[short] += block_size
         return True
 
     def draw(self, rows: slice | list[int]) -> tuple[np.ndarray, np.ndarray, int, int]:
@@ -120,23 +119,24 @@ class RowTable:
         self._has_drawn[rows] = True
         needs_look = self._is_watched[rows] | (self._len[rows] >= self._limit[rows])
         features = int(np.bitwise_or.reduce(self._features[rows], initial=0))
-        max_logprobs = int(self._num_logprobs[rows].max(initial=-1))
+        max_logprobs = int(self._num_logprobs[rows].max(initial=-1)) if features else -1
         return needs_look, self._ignores_eos[rows].copy(), features, max_logprobs
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Moves, cells and rules since the last call, as `SchedulerOutput` wants them."""
         self._pack()
-        moves = np.array([(s, row) for row, s in self._sources.items()], dtype=np.int32).reshape(
-            -1, 2
-        )
-        cells = np.concatenate(self._cells or [np.zeros((0, 2))]).astype(np.int32)
-        rules = np.concatenate(self._rules or [np.zeros(0)]).astype(np.int32)
+        if not (self._sources or self._cells or self._rules):
+            return _NO_CHANGES
+        moves = [(source, row) for row, source in self._sources.items()]
+        no_moves, no_cells, no_rules = _NO_CHANGES
+        cells = np.concatenate([no_cells, *self._cells]).astype(np.int32)
+        rules = np.concatenate([no_rules, *self._rules]).astype(np.int32)
         self._sources, self._cells, self._rules = {}, [], []
-        return moves, cells, rules
+        return np.array(moves or no_moves, dtype=np.int32), cells, rules
 
     def packed_seqs(self) -> list[Sequence]:
         """The running sequences in row order; the table must be packed."""
-        assert not self._num_holes
+        assert not self._holes
         return list(self._rows)  # type: ignore[arg-type]  # no holes: no None
 
     def num_computed_tokens(self, seq: Sequence) -> int:
@@ -154,18 +154,17 @@ class RowTable:
         return np.append(lengths - shared, num_tokens), np.append(final - shared, final_len)
 
     def seqs_at_limit(self) -> list[Sequence]:
-        return self._seqs_where(self._len >= self._limit)
-
-    def seqs_at_block_border(self) -> list[Sequence]:
-        """Rows that just computed the last token of a block."""
-        return self._seqs_where((self._len - 1) % self._blocks.block_size == 0)
+        num_rows = len(self._rows)
+        is_full = self._len[:num_rows] >= self._limit[:num_rows]
+        full = [self._rows[row] for row in is_full.nonzero()[0].tolist()]
+        return [seq for seq in full if seq is not None]
 
     def seqs_by_admission(self) -> list[Sequence]:
         seqs = [seq for seq in self._rows if seq is not None]
         return sorted(seqs, key=lambda seq: int(self._order[seq.row]))
 
     def check_invariants(self) -> None:
-        assert self._rows.count(None) == self._num_holes
+        assert self._rows.count(None) == len(self._holes)
         for row, seq in enumerate(self._rows):
             if seq is not None:
                 assert seq.row == row
@@ -173,24 +172,20 @@ class RowTable:
                 assert self.num_computed_tokens(seq) <= self._capacity[row]
                 assert self._len[row] <= self._limit[row]
 
-    def _seqs_where(self, mask: np.ndarray) -> list[Sequence]:
-        picked = [self._rows[row] for row in np.flatnonzero(mask[: len(self._rows)]).tolist()]
-        return [seq for seq in picked if seq is not None]
-
-    def _set_blocks(self, row: int, first: int, block_ids: list[int]) -> None:
+    def _set_blocks(self, rows: int | np.ndarray, places: np.ndarray, block_ids: list[int]) -> None:
         cells = np.empty((len(block_ids), 2), dtype=np.int64)
-        cells[:, 0] = row * self._width + Column.BLOCK_TABLE + first + np.arange(len(block_ids))
+        cells[:, 0] = rows * self._width + int(Column.BLOCK_TABLE) + places
         cells[:, 1] = block_ids
         self._cells.append(cells)
 
     def _pack(self) -> None:
         """Move rows from the end into holes. Only before rows join in a step: moves come first."""
-        if not self._num_holes:
+        if not self._holes:
             return
-        holes = [row for row, seq in enumerate(self._rows) if seq is None]
-        num_rows = len(self._rows) - len(holes)
+        num_rows = self.num_seqs
+        holes = sorted(hole for hole in self._holes if hole < num_rows)
         tail = [row for row in range(num_rows, len(self._rows)) if self._rows[row] is not None]
-        for source, hole in zip(tail, holes[: len(tail)], strict=True):
+        for source, hole in zip(tail, holes, strict=True):
             seq = self._rows[source]
             assert seq is not None
             self._rows[hole], seq.row = seq, hole
@@ -199,4 +194,4 @@ class RowTable:
             # A row may move twice between two steps; the device copies all rows at once.
             self._sources[hole] = self._sources.pop(source, source)
         del self._rows[num_rows:]
-        self._num_holes = 0
+        self._holes = []

@@ -148,7 +148,6 @@ class Scheduler:
                 updates.watched.append((seq, place))
             if self._end_if_done(seq, bool(is_eos[place])):
                 updates.finished.append(seq)
-        self._index_decoded_blocks()
         return updates
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -275,6 +274,7 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         if seq.row >= 0:
+            # Not while it decodes: no prompt goes on where an answer has not ended.
             self._index_full_blocks(seq)
             seq.num_expected_tokens = self.rows.leave(seq)
             self._num_left += 1
@@ -313,10 +313,6 @@ class Scheduler:
         elif len(seq.token_ids) >= seq.max_num_tokens:
             self.finish(seq, "length")
         return seq.is_finished
-
-    def _index_decoded_blocks(self) -> None:
-        for seq in self.rows.seqs_at_block_border():
-            self._index_full_blocks(seq)
 
     def _index_full_blocks(self, seq: Sequence) -> None:
         """Index blocks whose tokens are known and whose KV is computed by launched steps."""

@@ -601,6 +601,34 @@ def test_steady_decode_sends_no_changes():
     assert (len(output.moves), len(output.cells), len(output.rules)) == (0, 0, 0)
 
 
+def test_rows_get_their_blocks_together_so_that_most_steps_send_nothing():
+    """With 512 rows there was one at a block border, and a transfer, in nearly every step."""
+    engine = Engine(block_size=16, num_blocks=100, max_num_batched_tokens=256, max_model_len=256)
+    seqs = make_seqs([3, 17, 22, 27, 30, 45, 51, 60], max_tokens=81)
+    engine.scheduler.add(seqs)
+    engine.step()
+    num_cells = []
+    for _ in range(80):
+        num_cells.append(len(engine.launch().cells))
+        engine.bring_in()
+    assert sum(count > 0 for count in num_cells) <= 80 // 16
+    # No block is taken that is not used.
+    assert sum(num_cells) == sum(-(-(len(s.token_ids) - 1) // 16) for s in seqs) - (
+        sum(-(-(s.num_prompt_tokens + 1) // 16) for s in seqs)
+    )
+    assert answers(seqs) == expected_answers(seqs)
+
+
+def test_blocks_given_ahead_are_not_those_that_another_row_needs_now():
+    engine = Engine(block_size=16, num_blocks=3)
+    # The first needs the last free block, the second one later on, when that is free again.
+    seqs = [make_seq(prompt_of(15), 3), make_seq(prompt_of(10, seed=1), 10, seq_id=1)]
+    engine.scheduler.add(seqs)
+    engine.run(max_steps=12)
+    assert engine.scheduler.num_preemptions == 0
+    assert answers(seqs) == expected_answers(seqs)
+
+
 # ---- the order of waiting
 
 
