@@ -34,6 +34,8 @@ class _StepInFlight:
     needs_look: np.ndarray  # [num_sampled] bool, watched or at its length limit
     ignores_eos: np.ndarray  # [num_sampled] bool
     prompt_spans: list[PromptSpan]
+    # (sequence, its final number of tokens) of those that ended after the launch
+    ended: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -133,14 +135,14 @@ class Scheduler:
         token_ids = step_output.token_ids
         updates = SequenceUpdates(prompt_spans=flight.prompt_spans)
         updates.num_new_tokens = len(flight.seqs)
-        finished = SequenceStatus.FINISHED  # looked up once: this loop is most of `update`
-        for seq, token_id in zip(flight.seqs, token_ids.tolist(), strict=True):
-            if seq.status is not finished:
-                seq.token_ids.append(token_id)
-            else:
-                updates.num_new_tokens -= 1
+        # No loop of ours over the rows: it would be most of `update`.
+        known = [seq.token_ids for seq in flight.seqs]
+        deque(map(list.append, known, token_ids.tolist()), maxlen=0)
+        for seq, num_tokens in flight.ended:
+            updates.num_new_tokens -= len(seq.token_ids) - num_tokens
+            del seq.token_ids[num_tokens:]
         is_eos = self._is_eos[token_ids] & ~flight.ignores_eos
-        for place in np.flatnonzero(is_eos | flight.needs_look).tolist():
+        for place in (is_eos | flight.needs_look).nonzero()[0].tolist():
             seq = flight.seqs[place]
             if seq.status is SequenceStatus.FINISHED:
                 continue
@@ -159,6 +161,8 @@ class Scheduler:
         self._leave(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        for flight in self._in_flight:  # which may draw for it once more
+            flight.ended.append((seq, len(seq.token_ids)))
         if reason != "abort":
             self._predictor.observe(seq.num_output_tokens)
 
@@ -299,7 +303,8 @@ class Scheduler:
             _StepInFlight(self._num_steps, sampled, needs_look, ignores_eos, prompt_spans)
         )
         head = (self._num_steps, num_decode_rows, features, max_logprobs)
-        calls = processor_calls(sampled) if features & SamplingFeature.PYTHON_PROCESSORS else ()
+        needs_host = features & SamplingFeature.PYTHON_PROCESSORS.value
+        calls = processor_calls(sampled) if needs_host else ()
         return SchedulerOutput(*head, *changes, prefill, calls)
 
     def _end_if_done(self, seq: Sequence, is_eos: bool) -> bool:

@@ -15,7 +15,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.executor import StepFuture, make_executor
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import SequenceStatus
-from nanovllm.engine.step import SamplingFeature, SchedulerOutput
+from nanovllm.engine.step import SchedulerOutput
 from nanovllm.frontend.file_stamps import check_unchanged
 from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
@@ -316,8 +316,7 @@ class LLMEngine:
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         # A Python processor reads the last token on the host before the next one is drawn.
-        needs_host = output.features & SamplingFeature.PYTHON_PROCESSORS
-        return self._enable_overlap and not needs_host
+        return self._enable_overlap and not output.processor_calls
 
     def _bring_in(self, launched: _Launched) -> None:
         watch = Stopwatch()

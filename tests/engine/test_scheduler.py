@@ -476,6 +476,20 @@ def test_an_abort_in_any_state_frees_once_and_leaves_the_others_alone():
         assert not engine.scheduler.has_unfinished()
 
 
+def test_tokens_that_two_steps_draw_behind_an_end_are_dropped_and_not_counted():
+    engine = Engine()
+    seqs = make_seqs([4, 5, 6], max_tokens=8)
+    engine.scheduler.add(seqs)
+    engine.step()
+    engine.launch()
+    engine.launch()
+    engine.scheduler.finish(seqs[1], "abort")
+    assert [engine.bring_in().num_new_tokens for _ in range(2)] == [2, 2]
+    assert [len(answer) for answer in answers(seqs)] == [3, 1, 3]
+    engine.run(max_steps=20)
+    assert answers(seqs[::2]) == expected_answers(seqs[::2])
+
+
 def test_abort_and_eos_in_the_same_step():
     prompt, answer = eos_prompt()
     engine = Engine(enable_overlap=True)
