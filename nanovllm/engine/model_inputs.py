@@ -180,7 +180,6 @@ class Uploader:
         for array, start in zip(arrays, starts, strict=False):
             flat[start : start + array.size] = array.reshape(-1)
         # On a CPU the copy is what makes the tensors outlive the staging buffer.
-        on_device = torch.empty(total, dtype=torch.int32, device=self._device)
-        on_device.copy_(staging[:total], non_blocking=True)
+        on_device = staging[:total].to(self._device, non_blocking=True, copy=True)
         spans = zip(arrays, starts, strict=False)
         return [on_device[at : at + a.size].view(a.shape) for a, at in spans]

@@ -228,8 +228,7 @@ class ModelRunner:
     def _run_blank_prefills(self, *prompts: np.ndarray) -> None:
         for lengths in prompts:
             columns = blank_prefill(lengths)
-            tensors = self._uploader.upload(columns.arrays())
-            self._prefill(columns, tensors)
+            self._prefill(columns, self._uploader.upload(columns.arrays()))
 
     def _compile_kernels(self) -> None:
         """Launch every kernel variant of decode and prefill once; with no live row nothing changes.
@@ -280,11 +279,12 @@ class ModelRunner:
             token_ids, of_prompts = self._prefill(columns, tensors[2:], num_top=num_top)
         else:
             token_ids = self._decode(num_rows)
-        logprobs = StepLogprobs()
+        logprobs = StepLogprobs(prompt=of_prompts)
         if plan is not None:
             logits = self._logits[: len(token_ids)]
-            logprobs = redrawer.redraw(plan, output, logits, self._rows, token_ids)
-        return self._output_buffers.send(token_ids, replace(logprobs, prompt=of_prompts))
+            redrawn = redrawer.redraw(plan, output, logits, self._rows, token_ids)
+            logprobs = replace(redrawn, prompt=of_prompts)
+        return self._output_buffers.send(token_ids, logprobs)
 
     def _redrawer_for(self, output: SchedulerOutput) -> Any:
         """The Redrawer, or None until a record asks for it; from then on it follows them all."""
@@ -308,10 +308,11 @@ class ModelRunner:
 
     def _apply_changes(self, moves: torch.Tensor, cells: torch.Tensor) -> None:
         """Copy moved rows, all read before any is written, then set single fields."""
-        if len(moves):
-            self._rows[moves[:, 1]] = self._rows[moves[:, 0]]
-        if len(cells):
-            self._rows.view(-1)[cells[:, 0]] = cells[:, 1]
+        if moves.numel():
+            sources, targets = moves.long().unbind(1)
+            self._rows.index_copy_(0, targets, self._rows.index_select(0, sources))
+        if cells.numel():
+            self._rows.view(-1).scatter_(0, cells[:, 0].long(), cells[:, 1])
 
     def _prefill(
         self,

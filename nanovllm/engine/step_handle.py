@@ -69,14 +69,14 @@ class OutputBuffers:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         size = (_NUM_BUFFERS, max_num_seqs)
-        self._buffers = torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._buffers = list(torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda))
         self._events = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)] if self._is_cuda else []
         self._turn = 0
 
     def send(self, token_ids: torch.Tensor, logprobs: StepLogprobs | None = None) -> StepHandle:
         """Start the copy of `token_ids`, [num_sampled] int32; that of `logprobs` has started."""
         self._turn = (self._turn + 1) % _NUM_BUFFERS
-        target = self._buffers[self._turn, : len(token_ids)]
+        target = self._buffers[self._turn][: len(token_ids)]
         target.copy_(token_ids, non_blocking=self._is_cuda)
         logprobs = logprobs or StepLogprobs()
         if not self._is_cuda:
