@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import repeat
 from threading import Event
 from typing import Any
@@ -24,7 +24,8 @@ def paired(
     prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams]
 ) -> Iterator[tuple[Any, SamplingParams]]:
     """Give each prompt its parameters; more parameters than prompts are fine, fewer an error."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+    # A dict is an iterable of its keys, and a single prompt elsewhere.
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}.")
     if isinstance(params, SamplingParams):
         return zip(prompts, repeat(params), strict=False)
@@ -129,12 +130,9 @@ def stream_text(engine: LLMEngine, request: Request) -> Iterator[str]:
         engine.abort([request_id])
 
 
-def _step(engine: LLMEngine, request_ids: Container[str]) -> list[RequestOutput]:
+def _step(engine: LLMEngine, request_ids: Collection[str]) -> list[RequestOutput]:
     """One step; outputs of `request_ids` are returned, others kept for who asked for them."""
-    if not engine.has_unfinished():
-        raise RuntimeError(
-            "Requests of this generator are gone: step() or abort() was called between its results."
-        )
+    engine.check_any_open(request_ids)
     outputs = step_whole(engine)
     mine = [output for output in outputs if output.request_id in request_ids]
     # At once, not in the end: another generator may be waiting for them.

@@ -75,6 +75,7 @@ def _run_claimed(
         try:
             engine.add(requests)
             while waiting_for and not interrupt.count:
+                engine.check_any_open(waiting_for)
                 for output in engine.step():
                     if output.request_id not in waiting_for:
                         foreign.append(output)

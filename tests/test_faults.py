@@ -594,3 +594,17 @@ def test_a_fault_at_the_end_of_a_step_does_not_leave_the_engine_in_it():
         pass
     with exclusive.use(), exclusive.use():
         pass
+
+
+@pytest.mark.parametrize("call", ["generate", "score"])
+def test_a_call_whose_requests_an_observer_aborts_ends(engine, call):
+    """It stepped for ever, with nothing to do."""
+    engine.observe_steps(lambda sample: engine.abort(list(engine._engine.processor.requests)))
+    try:
+        with pytest.raises(RuntimeError, match=r"step\(\) or abort\(\) was called"):
+            if call == "generate":
+                engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+            else:
+                engine.score([[5] * 40] * 40, [[6]] * 40, use_tqdm=False)
+    finally:
+        engine.observe_steps(None)

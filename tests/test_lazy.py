@@ -160,6 +160,7 @@ def test_fewer_parameters_than_prompts_are_an_error(llm):
     [
         ("hello", GREEDY, None, "must be an iterable of prompts, got str"),
         (5, GREEDY, None, "must be an iterable of prompts, got int"),
+        ({"prompt": "hello"}, GREEDY, None, "must be an iterable of prompts, got dict"),
         ([[5]], 5, None, "must be a SamplingParams or an iterable"),
         ([[5]], {"n": 1}, None, "must be a SamplingParams or an iterable.*got dict"),
         ([[5]], GREEDY, -1, "window must be at least 1, got -1"),
@@ -207,6 +208,17 @@ def test_a_generator_whose_requests_were_taken_says_so(llm):
         llm.step()
     with pytest.raises(RuntimeError, match=r"step\(\) or abort\(\) was called"):
         next(results)
+
+
+def test_taken_requests_are_told_though_another_answer_waits_to_be_fetched(llm):
+    """It stepped for ever: the answer that nobody fetched counted as one to come."""
+    llm.add_request([7], GREEDY.clone(max_tokens=1))
+    results = llm.generate_iter([[5], [6]], [GREEDY.clone(max_tokens=2), GREEDY])
+    assert next(results)[0] == 0
+    llm.abort(list(llm._engine.processor.requests))
+    with pytest.raises(RuntimeError, match=r"step\(\) or abort\(\) was called"):
+        next(results)
+    assert [len(output["token_ids"]) for output in llm.step()] == [1]
 
 
 def test_several_answers_a_prompt_come_together(llm):

@@ -163,6 +163,14 @@ class LLMEngine:
     def has_unfinished(self) -> bool:
         return bool(self._unclaimed or self.processor.requests)
 
+    def check_any_open(self, request_ids: Iterable[str]) -> None:
+        """RuntimeError if all are gone: who waits for them would step for ever."""
+        if not any(map(self._is_taken, request_ids)):
+            raise RuntimeError(
+                "The requests of this call are gone: step() or abort() was called between its "
+                "steps, as by an observer, a progress bar, or who takes a generator's results."
+            )
+
     def step(self) -> list[RequestOutput]:
         """Launch the next step, bring one in, and return requests that finished (or streamed)."""
         self._check_open()
