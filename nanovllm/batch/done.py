@@ -6,6 +6,7 @@ import hashlib
 
 _NUM_BUCKETS = 1 << 14
 _DIGEST_BYTES = 14  # with the bucket 126 bits: no two ids of any job share them
+_PAGE_BYTES = 1024
 
 
 class IdSet:
@@ -48,27 +49,27 @@ class IdSet:
 
 
 class NumberSet:
-    """A set of small non-negative integers, one bit each."""
+    """A set of integers, one bit each where they are close together."""
 
     def __init__(self) -> None:
-        self._bits = bytearray()
+        # In pages: a damaged file may name any number, which must not cost memory up to it.
+        self._pages: dict[int, bytearray] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, number: int) -> bool:
-        byte, bit = divmod(number, 8)
-        return byte < len(self._bits) and bool(self._bits[byte] >> bit & 1)
+        page, bit = divmod(number, 8 * _PAGE_BYTES)
+        bits = self._pages.get(page)
+        return bits is not None and bool(bits[bit // 8] >> bit % 8 & 1)
 
     def add(self, number: int) -> bool:
         """Put `number` in; False: it was in already."""
         if number in self:
             return False
-        byte, bit = divmod(number, 8)
-        if byte >= len(self._bits):
-            self._bits.extend(bytes(byte + 1 - len(self._bits) + 1024))
-        self._bits[byte] |= 1 << bit
+        page, bit = divmod(number, 8 * _PAGE_BYTES)
+        self._pages.setdefault(page, bytearray(_PAGE_BYTES))[bit // 8] |= 1 << bit % 8
         self._count += 1
         return True
 

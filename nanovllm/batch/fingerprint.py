@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,21 @@ from typing import Any
 from nanovllm.batch.source import is_regular_file
 from nanovllm.config import Config
 from nanovllm.lora.adapter import adapter_digest
+from nanovllm.utils.loader import weight_files
 from nanovllm.utils.tokenizer import find_model
 
-_VERSION = 2
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_VERSION = 3
+# What a model is read from. Other files of its directory may come and go: a job's own, for one.
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 _SAMPLE_BYTES, _NUM_SAMPLES = 1 << 16, 64
 _HEAD_BYTES = 1 << 20
 
@@ -83,7 +95,10 @@ def model_digest(directory: Path) -> str:
         for path in sorted(directory.glob(pattern)):
             state.update(f"{path.name}:{path.stat().st_size}\n".encode())
             state.update(path.read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
+    weights: list[Path] = []
+    with suppress(ValueError):  # what is missing is for the loader to say
+        weights = sorted(weight_files(directory))
+    for path in weights:
         size = path.stat().st_size
         state.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:

@@ -233,16 +233,25 @@ def api_record(job: Job, choices: list[dict[str, Any]], usage: dict[str, Any]) -
 
 
 def record_key(record: dict[str, Any]) -> str | int:
-    """Which line an output line answers: its custom_id, or the line's number. KeyError: none."""
+    """Which line an output line answers: its custom_id, or the line's number.
+
+    KeyError or ValueError: it says none, so it is no result.
+    """
     error = record.get("error")
     if not isinstance(error, dict) and record.get("output", record.get("response")) is None:
         raise KeyError("output")  # a request, or something else that has a custom_id
     if isinstance(error, dict) and error["code"] == DUPLICATE:
-        return int(error["line"])
+        return _line_number(error["line"])
     custom_id = record.get("custom_id")
     if isinstance(custom_id, str):
         return custom_id
-    return int(error["line"] if isinstance(error, dict) else record["input_line"])
+    return _line_number(error["line"] if isinstance(error, dict) else record["input_line"])
+
+
+def _line_number(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no line number")
+    return value
 
 
 def record_digest(record: dict[str, Any]) -> str:

@@ -65,6 +65,10 @@ WHOLE_BAD_LINES = [
     b'{"custom_id": "b"}\n',
     b"[]\n",
     b"note\n{",
+    *(
+        b'{"output": "b", "input_line": %s}\n' % number
+        for number in (b"-1", b"0", b"true", b'"5"', b"1e3", b"null")
+    ),
 ]
 
 
@@ -137,6 +141,15 @@ def test_sets_of_what_is_done():
     assert numbers.add(100_000) and not numbers.add(100_000)
     assert 100_000 in numbers and 99_999 not in numbers and 10**9 not in numbers
     assert len(numbers) == 1
+
+
+def test_a_line_number_of_any_size_costs_no_memory(tmp_path):
+    """A damaged digit was a MemoryError, or gigabytes."""
+    path = tmp_path / "out.jsonl"
+    write(path, {"output": "b", "input_line": 10**30}, {"output": "b", "input_line": 3})
+    with Journal(path, JOB) as again:
+        assert again.num_finished == 2 and 10**30 in again.finished_lines
+        assert 3 in again.finished_lines and 10**12 not in again.finished_lines
 
 
 def test_a_set_of_ids_agrees_with_pythons():

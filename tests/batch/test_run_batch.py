@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -103,6 +104,18 @@ def test_another_model_or_another_input_is_refused(tmp_path, source):
     source.write_text(requests(24).replace("LORD", "Lord", 1), encoding="utf-8")
     with pytest.raises(RefusedOutput, match="input: 'begins with"):
         run(source, tmp_path / "out.jsonl")
+
+
+def test_a_job_may_stand_in_the_models_directory(tmp_path, source):
+    """Its .job.json and --metrics were taken for a change of the model."""
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    files = {"metrics": model / "metrics.json", "trace": model / "trace.json"}
+    options = BatchOptions(str(source), model / "out.jsonl", show_progress=False, **files)
+    assert run_batch(model, options, **ENGINE).num_ok == 24
+    assert run_batch(model, options, **ENGINE).num_ok == 0
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(RefusedOutput, match="made by another job .model"):
+        run_batch(model, options, **ENGINE)
 
 
 def test_a_job_is_gone_on_with_under_its_own_adapter_only(tmp_path, source):
