@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging.config
+import os
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -63,8 +65,12 @@ _SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
+_NO_READER = 141  # what a shell says of a program that ends since nobody reads it, as by `head`
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
+    _keep_standard_descriptors()
     args = _parser().parse_args(arguments)
     logging.config.dictConfig(
         {
@@ -79,19 +85,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         code: int = args.command(args)
+    except _NoReader:
+        return _NO_READER
     except (ValueError, TypeError, ImportError, OSError) as error:
         if args.verbose:
             traceback.print_exc()
-        sys.stderr.write(f"nanovllm: {error}\n")
+        _complain(f"nanovllm: {error}")
         return BROKEN
     except Exception as error:  # 1, as Python would exit, says that some lines failed
         if args.verbose:
             traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        sys.stderr.write(f"nanovllm: {reason} (--verbose says where)\n")
+        _complain(f"nanovllm: {reason} (--verbose says where)")
         return BROKEN
     except KeyboardInterrupt:
-        sys.stderr.write("Stopped.\n")
+        _complain("Stopped.")
         return INTERRUPTED
     return code
 
@@ -119,7 +127,10 @@ def _run_batch(args: argparse.Namespace) -> int:
         args.model, options, data_parallel_size=args.data_parallel_size, **_engine_options(args)
     )
     if not args.quiet:
-        print(summary.text())
+        try:
+            _say(summary.text())
+        except (OSError, _NoReader) as error:  # no reason to do the job again
+            _complain(f"nanovllm: the summary was not printed: {error}")
     return summary.exit_code
 
 
@@ -131,14 +142,14 @@ def _generate(args: argparse.Namespace) -> int:
         if args.chat:
             messages = [{"role": "user", "content": args.prompt}]
             (output,) = llm.chat(messages, params, use_tqdm=False)
-            print(*(answer.text for answer in output.outputs), sep="\n---\n")
+            _say("\n---\n".join(answer.text for answer in output.outputs))
         elif params.n > 1:
             (output,) = llm.generate(prompt, params, use_tqdm=False)
-            print(*(answer.text for answer in output.outputs), sep="\n---\n")
+            _say("\n---\n".join(answer.text for answer in output.outputs))
         else:
             for piece in llm.stream(prompt, params):
-                print(piece, end="", flush=True)
-            print()
+                _say(piece, end="")
+            _say("")
     return 0
 
 
@@ -157,7 +168,7 @@ def _bench(args: argparse.Namespace) -> int:
         llm.generate(prompts, params, use_tqdm=not args.quiet)
         elapsed = time.perf_counter() - started
     num_in, num_out = args.num_prompts * args.input_len, args.num_prompts * args.output_len
-    print(
+    _say(
         f"{args.num_prompts} requests, {num_in:,} tokens in, {num_out:,} out in {elapsed:.2f} s: "
         f"{args.num_prompts / elapsed:,.2f} requests/s, {num_out / elapsed:,.0f} tokens out/s, "
         f"{(num_in + num_out) / elapsed:,.0f} tokens/s in all"
@@ -173,9 +184,45 @@ def _open_llm(args: argparse.Namespace) -> LLM | DataParallelLLM:
 
 
 def _models(args: argparse.Namespace) -> int:
-    print("Architectures that run ('architectures' in the model's config.json):")
-    print(*(f"  {name}" for name in supported_architectures()), sep="\n")
+    _say("Architectures that run ('architectures' in the model's config.json):")
+    _say("\n".join(f"  {name}" for name in supported_architectures()))
     return 0
+
+
+# ---- standard streams, which may be closed, full, or without a reader
+
+
+class _NoReader(Exception):
+    """Who read standard output has gone."""
+
+
+def _keep_standard_descriptors() -> None:
+    """Open what the caller closed, or the next file would be 0, 1 or 2, where C libraries write."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _say(text: str, end: str = "\n") -> None:
+    """Print at once; what the terminal's encoding has not is printed as an escape."""
+    if sys.stdout is None:
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write((text + end).encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again at exit, and change the exit code.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise _NoReader("nobody reads standard output") from error
+        raise
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
 
 
 # ---- options

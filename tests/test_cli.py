@@ -1,5 +1,6 @@
 """The command line as a person meets it."""
 
+import io
 import subprocess
 import sys
 from dataclasses import fields
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import __version__
-from nanovllm.__main__ import _ENGINE_HELP, main
+from nanovllm.__main__ import _ENGINE_HELP, _say, main
 from nanovllm.config import Config
 
 MODEL = str(Path(__file__).parent / "tiny-qwen3")
@@ -104,3 +105,11 @@ def test_python_m_nanovllm_works():
         check=True,
     )
     assert all(name in done.stdout for name in ("run-batch", "generate", "bench", "models"))
+
+
+def test_a_text_that_the_terminal_cannot_show_is_printed_as_escapes(monkeypatch):
+    """It was an error, and the answer was lost."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="iso-8859-1"))
+    _say("größe 大", end="")
+    assert written.getvalue() == "größe \\u5927".encode("iso-8859-1")

@@ -236,3 +236,17 @@ def test_no_bar_prints_nothing_and_a_real_one_goes_to_stderr(llm, capsys, caplog
     llm.generate([[5], [6]], GREEDY)
     out, err = capsys.readouterr()
     assert out == "" and "2/2" in err
+
+
+@pytest.mark.parametrize("point", ["__init__", "update", "set_postfix", "close"])
+def test_a_bar_that_cannot_be_written_costs_nothing_but_itself(llm, point, monkeypatch, caplog):
+    """stderr was a pipe whose reader had gone, and the answers were lost."""
+
+    def gone(*args, **kwargs):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    expected = [output["text"] for output in llm.generate([[5], [6]], GREEDY, use_tqdm=False)]
+    monkeypatch.setattr(Bar, point, gone)
+    outputs = llm.generate([[5], [6]], GREEDY, lambda **options: Bar([], **options))
+    assert [output["text"] for output in outputs] == expected
+    assert "progress bar" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -103,6 +104,8 @@ def _check_files(options: BatchOptions) -> None:
     output = options.output
     if options.input != "-" and not Path(options.input).exists():
         raise ValueError(f"The input {options.input} does not exist.")
+    if options.input == "-" and sys.__stdin__ is None:  # its descriptor may be another file's now
+        raise ValueError("The input is '-', but standard input is closed. Name a file, or pipe.")
     if output.exists() and not output.is_file():
         raise RefusedOutput(f"The output {output} is no file that a job could be gone on with.")
     check_paths(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import IO
@@ -61,11 +62,12 @@ class BatchProgress:
 
     def _show(self, *, last: bool = False) -> None:
         text = self._text(self._standing())
-        if self._is_bar:
-            self._stream.write(f"\r\x1b[2K{text}" + ("\n" if last else ""))
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+        with suppress(OSError):  # nobody looks any more, which is no reason to end a job
+            if self._is_bar:
+                self._stream.write(f"\r\x1b[2K{text}" + ("\n" if last else ""))
+            else:
+                self._stream.write(text + "\n")
+            self._stream.flush()
 
     def _text(self, now: Standing) -> str:
         moment = time.monotonic()

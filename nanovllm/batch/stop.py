@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,9 @@ class DrainOnSignal:
         if self.event.is_set():
             raise KeyboardInterrupt
         self.event.set()
-        sys.stderr.write(
-            "\nFinishing what runs; the rest stays for the next run. Ctrl-C again stops at once.\n"
-        )
-        sys.stderr.flush()
+        with suppress(OSError):  # a terminal that is gone
+            sys.stderr.write(
+                "\nFinishing what runs; the rest stays for the next run. "
+                "Ctrl-C again stops at once.\n"
+            )
+            sys.stderr.flush()

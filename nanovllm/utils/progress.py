@@ -21,7 +21,8 @@ class Progress:
 
     A callable in tqdm's place is called as `use_tqdm(total=..., desc=..., ...)`. What it makes
     needs `update`; `set_postfix` and `close` are used where there are any. What the bar
-    raises once all prompts are done is logged only: the results are not lost.
+    raises once all prompts are done is logged only: the results are not lost. One that cannot write
+    (an OSError: a terminal or a pipe that is gone) is not shown any more.
     """
 
     def __init__(self, use_tqdm: bool | Callable[..., Any], total: int) -> None:
@@ -36,10 +37,11 @@ class Progress:
                 f"use_tqdm must be True, False or a callable in tqdm's place, got {make!r:.80}."
             )
         if make is not False:
-            self._bar = make(
-                total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True
-            )
-            if not callable(getattr(self._bar, "update", None)):
+            with self._or_no_bar():
+                self._bar = make(
+                    total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True
+                )
+            if self._bar is not None and not callable(getattr(self._bar, "update", None)):
                 raise TypeError(
                     f"use_tqdm gave a {type(self._bar).__name__}, which has no method 'update'. "
                     "Give it update(n), which is called once for each prompt done."
@@ -74,7 +76,7 @@ class Progress:
         self._num_left -= 1
         if self._bar is None:
             return
-        with nullcontext() if self._num_left > 0 else _only_logged():
+        with self._or_no_bar(), nullcontext() if self._num_left > 0 else _only_logged():
             self._bar.update(1)
 
     def show_state(self, num_running: int, num_waiting: int, kv_use: float) -> None:
@@ -95,7 +97,16 @@ class Progress:
 
     def _postfix(self, **figures: Any) -> None:
         if self._bar is not None and hasattr(self._bar, "set_postfix"):
-            self._bar.set_postfix(figures)
+            with self._or_no_bar():
+                self._bar.set_postfix(figures)
+
+    @contextmanager
+    def _or_no_bar(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._bar = None
+            logger.warning("The progress bar cannot be written (%s) and is left out", error)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -235,3 +236,28 @@ def test_what_nobody_foresaw_is_one_line_and_exit_code_2(tmp_path, monkeypatch, 
     for option, value in (("fsync-interval", "nan"), ("fsync-interval", "-1"), ("window", "0")):
         assert main([*words, "--device", "cpu", f"--{option}", value]) == 2
         assert option.replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", ["2>&1 | true", ">/dev/full 2>/dev/full"])
+def test_a_job_is_done_though_nobody_reads_what_it_says(tmp_path, ends):
+    """Its exit code said that it was not, and files were not written: it ended in a print."""
+    source, output, metrics = (tmp_path / name for name in ("in", "out", "metrics"))
+    write(source, GOOD)
+    job = shlex.join(command(source, output, metrics=metrics))
+    # pipefail: the job's exit code is the line's.
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{job} {ends}"],
+        env=environment(),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert json.loads(output.read_text())["output"] and json.loads(metrics.read_text())["num_ok"]
+
+
+def test_a_closed_standard_input_is_no_empty_one(tmp_path, monkeypatch):
+    """The output became descriptor 0, and was read as the input."""
+    monkeypatch.setattr("sys.__stdin__", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        run_batch(MODEL, BatchOptions("-", tmp_path / "out.jsonl"), **ENGINE)
+    assert not list(tmp_path.iterdir())
