@@ -146,8 +146,8 @@ class RowTable:
 
     def lengths_with(self, num_tokens: int, final_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Own KV entries now and at the predicted end, of each row and of one more sequence."""
-        is_held = np.array([seq is not None for seq in self._rows], dtype=bool)
-        rows = np.flatnonzero(is_held)
+        self._pack()
+        rows = slice(len(self._rows))
         lengths = self._len[rows]
         final = np.minimum(np.maximum(self._final_len[rows], lengths + 16), self._limit[rows])
         shared = self._shared[rows]
