@@ -135,7 +135,10 @@ def prefill_context(
 
 
 class RowMirror:
-    """Owns the host's copy of the device rows as far as records tell it: all but drawn tokens."""
+    """Owns a rank's copy, on the host, of its device rows as far as records tell: no drawn tokens.
+
+    The scheduler's RowTable, whose changes the records are, is on rank 0 alone.
+    """
 
     def __init__(self, max_num_seqs: int, width: int) -> None:
         self._rows = np.zeros((max_num_seqs, width), dtype=np.int32)

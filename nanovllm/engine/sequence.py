@@ -34,9 +34,11 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs_from: int = 1  # first prompt position that `prompt_logprobs` are wanted of
     num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0  # KV is in the cache, or will be when the launched steps are done
+    # By prefill: their KV is in the cache, or will be when the launched steps are done. What decode
+    # steps add is counted in the RowTable's columns alone.
+    num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix hits of the first admission
-    num_expected_tokens: int = 0  # `token_ids` and the one a launched step is drawing
+    num_expected_tokens: int = 0  # when it last left a row, with the one a step was drawing
     block_table: list[int] = field(default_factory=list)
     num_indexed_blocks: int = 0  # leading blocks that went through the prefix index
     row: int = -1

@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
         hidden: torch.Tensor,  # [num_tokens, hidden_size]
         cos_sin: torch.Tensor,  # [max_positions, head_dim] float32
         ctx: ForwardContext,
-    ) -> torch.Tensor:  # [num_tokens, hidden_size]
+    ) -> torch.Tensor:  # [num_tokens, hidden_size], or shares of it: see RowParallelLinear.partials
         k_cache, v_cache = ctx.kv_cache[0, self.layer_id], ctx.kv_cache[1, self.layer_id]
         kv_scale = None if ctx.kv_scales is None else ctx.kv_scales[self.layer_id]
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads

@@ -40,7 +40,7 @@ class Placement:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), [n, hidden_size] -> [n, hidden_size]."""
+    """down(silu(gate(x)) * up(x)), [n, hidden_size] -> the same, or shares: see `partials`."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         positions: torch.Tensor,  # [num_tokens]
-        hidden: torch.Tensor,  # [num_tokens, hidden_size]
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], or the last layer's shares of it
         residual: torch.Tensor | None,  # [num_tokens, hidden_size], None in the first layer
         cos_sin: torch.Tensor,
         ctx: ForwardContext,
