@@ -249,6 +249,10 @@ def test_cores_are_shared_out_on_a_cpu(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     config = Config.from_options("m", {"device": "cpu"})
     assert engine_environments(config, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    # macOS has no such function.
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert engine_environments(config, 2) == [{"OMP_NUM_THREADS": "3"}] * 2
 
 
 def test_each_engine_has_gpus_of_its_own(monkeypatch):

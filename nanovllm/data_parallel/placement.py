@@ -13,7 +13,7 @@ from nanovllm.utils.device import resolve_device
 def engine_environments(config: Config, size: int) -> list[dict[str, str]]:
     """The environment variables of each engine: its GPUs, or its share of the CPU's cores."""
     if resolve_device(config.device).type != "cuda":
-        threads = str(max(1, len(os.sched_getaffinity(0)) // size))
+        threads = str(max(1, _num_cores() // size))
         named = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": threads}
         return [named] * size
     if ":" in config.device:
@@ -35,3 +35,10 @@ def engine_environments(config: Config, size: int) -> list[dict[str, str]]:
         )
     groups = [names[i * per_engine : (i + 1) * per_engine] for i in range(size)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def _num_cores() -> int:
+    """Cores that this process may use; on macOS, which cannot say, those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
