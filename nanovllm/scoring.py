@@ -117,7 +117,13 @@ class _Encoder:
                     "Texts stand in one flat list: a context for each continuation."
                 )
             if not ids:
-                raise ValueError(f"{name} {index} has no token of its own. Give it at least one.")
+                advice = "Give it at least one"
+                if name == "continuation" and isinstance(continuation, str) and continuation:
+                    advice = (
+                        "The tokenizer joins it with the context's end: pass both as token ids, or "
+                        "move the border between them"
+                    )
+                raise ValueError(f"{name} {index} has no token of its own. {advice}.")
         return list(first), list(second)
 
     def _encoded(

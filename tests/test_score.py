@@ -169,3 +169,10 @@ def test_scores_under_tensor_parallelism(tiny_llm, tiny_oracle):
     llm = tiny_llm(tensor_parallel_size=2)
     scores = llm.score(CONTEXTS, CONTINUATIONS, use_tqdm=False)
     check_scores(tiny_oracle, CONTEXTS, CONTINUATIONS, scores)
+
+
+def test_a_continuation_that_the_tokenizer_joins_with_its_context_is_told_so(demo_model, make_llm):
+    llm = make_llm(demo_model)
+    assert len(llm.get_tokenizer().encode("ab")) == 1
+    with pytest.raises(ValueError, match="continuation 0 .*joins it with the context's end"):
+        llm.score("a", ["b"], use_tqdm=False)
