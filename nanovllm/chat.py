@@ -27,11 +27,11 @@ def chat_prompts(
     tokenizer: Any,
     messages: Any,
     *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    chat_template: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    tools: list[Any] | None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: list[Any] | None = None,
 ) -> list[str | BadPrompt]:
     """The text of each conversation, or why it has none. Special tokens are written in it.
 

@@ -58,6 +58,19 @@ def test_a_bad_prompt_starts_nothing_or_is_an_error_of_its_own(two_engines):
     assert good["text"] == "46" and "is empty" in bad.error
 
 
+def test_chats_are_laid_out_as_in_one_engine(two_engines):
+    chats = [[{"role": "user", "content": sum_}] for sum_ in ("12+34=", "71-26=")]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    assert texts(two_engines.chat(chats, params, use_tqdm=False)) == [["46"], ["45"]]
+    begun = [*chats[0], {"role": "assistant", "content": "4"}]
+    layout = {"add_generation_prompt": False, "continue_final_message": True}
+    assert texts(two_engines.chat(begun, params, use_tqdm=False, **layout)) == [["6"]]
+    with pytest.raises(ValueError, match="prompt 1 has message 0 without a 'role'"):
+        two_engines.chat([chats[0], [{"content": "x"}]], params, use_tqdm=False)
+    with pytest.raises(TypeError, match="continue_last_message"):
+        two_engines.chat(begun, params, continue_last_message=True)
+
+
 def test_parameters_are_paired_as_in_one_engine(two_engines):
     """An empty list meant the default, and prompts beyond the parameters were dropped."""
     params = SamplingParams(temperature=0, max_tokens=8)

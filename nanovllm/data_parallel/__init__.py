@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
+from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
-from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, RunItem
+from nanovllm.data_parallel.engine_process import EngineProcess, RunItem, close_all
 from nanovllm.data_parallel.job import Job, Open
 from nanovllm.data_parallel.placement import engine_environments
+from nanovllm.data_parallel.requests import make_builder
 from nanovllm.frontend.output_processor import Request
 from nanovllm.frontend.request_builder import (
     BadPrompt,
-    Limits,
-    RequestBuilder,
     derived_seed,
     params_list,
     prompt_list,
@@ -75,7 +75,7 @@ class DataParallelLLM:
         self._files = read_model(config)
         checked_on(torch.device("cpu"), config, self._files.model_config)
         self._engines: list[EngineProcess] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._owner, self._engines)
+        self._finalizer = weakref.finalize(self, close_all, self._owner, self._engines)
         # Registered last, so called first: multiprocessing would wait for the processes for ever.
         atexit.register(self._finalizer)
         try:
@@ -88,20 +88,7 @@ class DataParallelLLM:
             self.close()
             raise
         self.max_model_len = min(item.max_model_len for item in facts)
-        self._builder = self._make_builder(facts)
-
-    def _make_builder(self, facts: list[EngineFacts]) -> RequestBuilder:
-        files = self._files
-        limits = Limits(
-            self.max_model_len,
-            min(item.num_cache_tokens for item in facts),
-            files.model_config.vocab_size,
-            allows_processors=False,
-        )
-        seed = self._config.seed
-        return RequestBuilder(
-            files.tokenizer, limits, files.eos_ids, seed, is_taken=lambda request_id: False
-        )
+        self._builder = make_builder(self._files, facts, config.seed)
 
     # ---- what LLM has
 
@@ -114,10 +101,37 @@ class DataParallelLLM:
         return_errors: bool = False,
     ) -> list[RequestOutput]:
         """As `LLM.generate`: the same outputs in the same order, from all engines."""
-        check_bool("return_errors", return_errors)
         items, _ = prompt_list(prompts)
+        return self._answers(items, sampling_params, use_tqdm, return_errors)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        return_errors: bool = False,
+        **layout: Any,
+    ) -> list[RequestOutput]:
+        """As `LLM.chat`; `layout` is its options from `add_generation_prompt` to `tools`."""
+        prompts = chat_prompts(self.get_tokenizer(), messages, **layout)
+        # The template has written the special tokens: no second BOS.
+        return self._answers(
+            prompts, sampling_params, use_tqdm, return_errors, add_special_tokens=False
+        )
+
+    def _answers(
+        self,
+        items: list[Any],
+        sampling_params: Any,
+        use_tqdm: bool | Callable[..., Any],
+        return_errors: bool,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        check_bool("return_errors", return_errors)
         params = params_list(self._params_or_default(sampling_params), len(items))
-        built = self._builder.build(items, params)
+        built = self._builder.build(items, params, add_special_tokens=add_special_tokens)
         if not return_errors:
             checked(built, advice=NOTHING_STARTED)
         outputs: dict[int, RequestOutput] = {}
@@ -285,15 +299,7 @@ class DataParallelLLM:
             opened = job.waiting.popleft()
             request = opened.request
             engine.take(request.request_id, request.params.n)
-            batches.setdefault(engine.number, []).append(
-                RunItem(
-                    request.request_id,
-                    request.prompt,
-                    request.prompt_token_ids,
-                    request.params,
-                    opened.seed,
-                )
-            )
+            batches.setdefault(engine.number, []).append(opened.run_item())
         for number, items in batches.items():
             self._engines[number].send(("run", items))
         if is_complete and not job.waiting:
@@ -389,12 +395,3 @@ class DataParallelLLM:
 
     def _alive(self) -> list[EngineProcess]:
         return [engine for engine in self._engines if engine.is_alive]
-
-
-def _close_all(owner: Owner, engines: list[EngineProcess]) -> None:
-    if not owner.is_here:
-        return  # a fork ends, and they are not its engines
-    for engine in engines:
-        engine.ask_to_stop()
-    for engine in engines:
-        engine.close()

@@ -18,6 +18,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.environment import environment
 from nanovllm.utils.interrupt import leave_signals_to_parent, signals_held_back
+from nanovllm.utils.owner import Owner
 from nanovllm.utils.processes import end_with_parent
 from nanovllm.utils.remote_error import RemoteError
 
@@ -145,6 +146,16 @@ class EngineProcess:
         """End the process, which was asked to stop. A second call does nothing."""
         if self.is_alive:
             self.end()
+
+
+def close_all(owner: Owner, engines: list[EngineProcess]) -> None:
+    """End the engines, all asked before one is waited for."""
+    if not owner.is_here:
+        return  # a fork ends, and they are not its engines
+    for engine in engines:
+        engine.ask_to_stop()
+    for engine in engines:
+        engine.close()
 
 
 # ---- in the engine's process

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from nanovllm.data_parallel.engine_process import RunItem
 from nanovllm.frontend.output_processor import Request
 
 
@@ -16,6 +17,12 @@ class Open:
     request: Request
     seed: int
     num_deaths: int = 0
+
+    def run_item(self) -> RunItem:
+        """The request as it goes to an engine."""
+        request = self.request
+        ids, params = request.prompt_token_ids, request.params
+        return RunItem(request.request_id, request.prompt, ids, params, self.seed)
 
 
 @dataclass(slots=True)
