@@ -144,14 +144,18 @@ class RowTable:
         has_drawn = self._has_drawn[seq.row]
         return int(self._len[seq.row]) - 1 if has_drawn else seq.num_computed_tokens
 
-    def lengths_with(self, num_tokens: int, final_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Own KV entries now and at the predicted end, of each row and of one more sequence."""
+    def lengths_with(self, num_tokens: int, final_len: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Own KV entries now and at the predicted end, of each row and of one more sequence; and
+        how many blocks the rows hold that they did not find by prefix.
+        """
         self._pack()
         rows = slice(len(self._rows))
         lengths = self._len[rows]
         final = np.minimum(np.maximum(self._final_len[rows], lengths + 16), self._limit[rows])
         shared = self._shared[rows]
-        return np.append(lengths - shared, num_tokens), np.append(final - shared, final_len)
+        num_own_blocks = int((self._capacity[rows] - shared).sum()) // self._blocks.block_size
+        own = np.append(lengths - shared, num_tokens)
+        return own, np.append(final - shared, final_len), num_own_blocks
 
     def seqs_at_limit(self) -> list[Sequence]:
         num_rows = len(self._rows)

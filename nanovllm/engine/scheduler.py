@@ -218,7 +218,7 @@ class Scheduler:
             num_slots = min(num_tokens + 1, seq.max_num_tokens - 1)
             num_new = self.blocks.num_blocks_for(num_slots) - len(hits)
             is_open = num_new <= self.blocks.num_free_blocks_after_hits(hits)
-        if not is_open or not self._fits_predicted_peak(seq, len(hits)):
+        if not is_open or not self._fits_predicted_peak(seq, hits):
             self._is_blocked = True
             return None
         self.waiting.pop()
@@ -232,15 +232,18 @@ class Scheduler:
         self.rows.join(seq, self._predictor.predicted_num_tokens(seq))
         return seq
 
-    def _fits_predicted_peak(self, seq: Sequence, num_hits: int) -> bool:
+    def _fits_predicted_peak(self, seq: Sequence, hits: list[int]) -> bool:
         if not self.rows.num_seqs:
             return True
-        lengths, final_lengths = self.rows.lengths_with(
-            len(seq.token_ids) - num_hits * self.blocks.block_size,
-            self._predictor.predicted_num_tokens(seq) - num_hits * self.blocks.block_size,
+        blocks, num_shared = self.blocks, len(hits) * self.blocks.block_size
+        lengths, final_lengths, num_own_blocks = self.rows.lengths_with(
+            len(seq.token_ids) - num_shared,
+            self._predictor.predicted_num_tokens(seq) - num_shared,
         )
-        peak = predicted_peak_tokens(lengths, final_lengths, self.blocks.block_size)
-        return peak <= self.blocks.num_blocks * self.blocks.block_size
+        peak = predicted_peak_tokens(lengths, final_lengths, blocks.block_size)
+        # Prefixes that rows, or this sequence, have found and whose first owner is gone.
+        num_found = blocks.num_blocks - blocks.num_free_blocks_after_hits(hits) - num_own_blocks
+        return peak <= (blocks.num_blocks - num_found) * blocks.block_size
 
     def _take_chunk(self, seq: Sequence, budget: int) -> Chunk:
         start = seq.num_computed_tokens

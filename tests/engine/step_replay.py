@@ -8,6 +8,7 @@ prefix changes the tokens.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable
 
@@ -78,6 +79,39 @@ def make_seq(
         noise_key=(seq_id, -seq_id),
         is_watched=is_watched,
     )
+
+
+def answers(seqs):
+    return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+
+def expected_answers(seqs):
+    return [
+        right_answer(seq.token_ids[: seq.num_prompt_tokens], seq.params, seq.max_num_tokens)
+        for seq in seqs
+    ]
+
+
+def prompt_of(num_tokens, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCAB) for _ in range(num_tokens)]
+
+
+def make_seqs(lengths, max_tokens=4, **options):
+    return [
+        make_seq(prompt_of(n, seed=i), max_tokens, seq_id=i, **options)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def eos_prompt(min_answer=2, max_answer=8):
+    """A prompt whose answer ends in eos after a few tokens."""
+    for seed in range(1000):
+        prompt = prompt_of(5, seed)
+        answer = right_answer(prompt, make_seq(prompt, 40, ignore_eos=False).params, 45)
+        if answer[-1] == EOS and min_answer <= len(answer) <= max_answer:
+            return prompt, answer
+    raise AssertionError
 
 
 class FakeDevice:

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_replay import EOS, VOCAB, Engine, make_seq, right_answer
+from step_replay import (
+    Engine,
+    answers,
+    eos_prompt,
+    expected_answers,
+    make_seq,
+    make_seqs,
+    prompt_of,
+    right_answer,
+)
 
 from nanovllm.engine.admission import LengthPredictor, predicted_peak_tokens
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.step import PrefillWork, SchedulerOutput, StepOutput
 from nanovllm.engine.waiting import WaitingQueue
-
-
-def answers(seqs):
-    return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
-
-
-def expected_answers(seqs):
-    return [
-        right_answer(seq.token_ids[: seq.num_prompt_tokens], seq.params, seq.max_num_tokens)
-        for seq in seqs
-    ]
-
-
-def prompt_of(num_tokens, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(2, VOCAB) for _ in range(num_tokens)]
-
-
-def make_seqs(lengths, max_tokens=4, **options):
-    return [
-        make_seq(prompt_of(n, seed=i), max_tokens, seq_id=i, **options)
-        for i, n in enumerate(lengths)
-    ]
-
 
 # ---- the three gates
 
@@ -209,6 +192,21 @@ def test_generated_tokens_are_found_by_the_next_turn():
         assert answers([second]) == expected_answers([second])
 
 
+@pytest.mark.parametrize("num_output", [8, 9])
+def test_a_block_that_a_last_step_filled_is_found_too(num_output):
+    """Of 13 tokens the last but one fills a block, just as its sequence leaves."""
+    for overlap in (False, True):
+        engine = Engine(block_size=4, enable_overlap=overlap)
+        first = make_seq(prompt_of(4), num_output)
+        engine.scheduler.add([first])
+        engine.run(max_steps=30)
+        second = make_seq([*first.token_ids, 5, 6], 2, seq_id=1)
+        engine.scheduler.add([second])
+        engine.run(max_steps=60)
+        assert second.num_cached_tokens == (num_output + 3) // 4 * 4
+        assert answers([second]) == expected_answers([second])
+
+
 def test_prompt_logprobs_are_computed_without_the_cache():
     engine = Engine(block_size=4)
     first = make_seq(prompt_of(9))
@@ -301,6 +299,17 @@ def test_a_preempted_sequence_computes_prompt_and_generated_tokens_again():
     assert len(seqs[1].token_ids) == len(known) + 1, "the re-prefill's token counts"
 
 
+def test_hits_on_its_own_blocks_are_not_counted_as_cached_tokens():
+    engine = preempting_engine()
+    seqs = growing_seqs(2)
+    engine.scheduler.add(seqs)
+    while not engine.scheduler.num_preemptions or seqs[1].status is SequenceStatus.WAITING:
+        output = engine.launch()
+        engine.bring_in()
+    assert output.prefill.first_positions[0] > 0, "what was not overwritten is hit"
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 0]
+
+
 def test_a_preempted_sequence_waits_for_its_tokens_in_flight():
     engine = preempting_engine()
     seqs = growing_seqs(2)
@@ -356,16 +365,6 @@ def test_a_length_that_is_known_ahead_takes_no_step_too_many():
     assert not engine.bring_in().finished and not engine.bring_in().finished
     assert engine.bring_in().finished == [seq]
     assert (seq.finish_reason, seq.num_output_tokens) == ("length", 3)
-
-
-def eos_prompt(min_answer=2, max_answer=8):
-    """A prompt whose answer ends in eos after a few tokens."""
-    for seed in range(1000):
-        prompt = prompt_of(5, seed)
-        answer = right_answer(prompt, make_seq(prompt, 40, ignore_eos=False).params, 45)
-        if answer[-1] == EOS and min_answer <= len(answer) <= max_answer:
-            return prompt, answer
-    raise AssertionError
 
 
 @pytest.mark.parametrize("overlap", [False, True])
