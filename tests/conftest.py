@@ -24,6 +24,7 @@ from oracle import Oracle
 from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.admission import LengthPredictor
 
 DEMO_MODEL = Path(__file__).parent / "tiny-qwen3"
 
@@ -73,6 +74,16 @@ def tiny_llm(make_llm: Callable[..., LLM], tiny_model: Path) -> Callable[..., LL
         return make_llm(tiny_model, **{**defaults, **options})
 
     return make
+
+
+@pytest.fixture
+def optimistic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admit as if no sequence grew, so that a small cache preempts.
+
+    Without it nothing is preempted: a limit under `ignore_eos` is a length that is known ahead.
+    """
+    name = "predicted_num_tokens"
+    monkeypatch.setattr(LengthPredictor, name, lambda self, seq: len(seq.token_ids) + 1)
 
 
 @pytest.fixture(scope="session")

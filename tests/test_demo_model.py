@@ -31,7 +31,7 @@ def share_right(outputs, sums):
     return sum(right) / len(right)
 
 
-# Chunks, waiting and preemption.
+# Chunks and waiting.
 SMALL = {"kvcache_block_size": 16, "num_kvcache_blocks": 24, "max_num_batched_tokens": 100}
 
 

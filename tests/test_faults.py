@@ -77,7 +77,7 @@ def check_idle(llm):
 
 
 @pytest.fixture(params=[False, True], ids=["in step", "overlapped"])
-def engine(request, tiny_model):
+def engine(request, tiny_model, optimistic):
     """Small enough to chunk, to share prefixes and to preempt."""
     with LLM(
         tiny_model,

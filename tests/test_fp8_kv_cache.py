@@ -10,7 +10,6 @@ from test_generate import make_prompts
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.admission import LengthPredictor
 from nanovllm.engine.kv_cache import KVCacheShape
 from nanovllm.frontend.start_up import check_kv_cache
 
@@ -47,12 +46,8 @@ def expected(tiny_model):
     ],
     ids=str,
 )
-def test_tokens_do_not_depend_on_engine_settings(tiny_llm, expected, options, monkeypatch):
+def test_tokens_do_not_depend_on_engine_settings(tiny_llm, expected, options, optimistic):
     """What is attended to is always what the cache holds: never a fresh, unrounded K or V."""
-    # As if no sequence grew, so that a small cache preempts.
-    monkeypatch.setattr(
-        LengthPredictor, "predicted_num_tokens", lambda self, seq: len(seq.token_ids) + 1
-    )
     llm = tiny_llm(**{"kv_cache_dtype": "fp8", **options})
     for _ in range(2):  # the second time the prefix cache is warm
         assert tokens_of(llm) == expected

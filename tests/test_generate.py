@@ -42,15 +42,38 @@ def make_prompts(num_prompts: int = 9) -> list[list[int]]:
     ids=str,
 )
 def test_greedy_tokens_equal_the_oracle_under_every_setting(tiny_llm, tiny_oracle, options):
+    check_twice(tiny_llm(**options), tiny_oracle)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kvcache_blocks": 9},
+        {"num_kvcache_blocks": 12, "max_num_batched_tokens": 9, "enable_overlap": True},
+        {"num_kvcache_blocks": 12, "enable_prefix_caching": False, "enable_overlap": True},
+        {"kvcache_block_size": 32, "num_kvcache_blocks": 6, "enable_overlap": True},
+    ],
+    ids=str,
+)
+def test_preempted_sequences_go_on_with_the_oracles_tokens(
+    tiny_llm, tiny_oracle, optimistic, options
+):
+    """It strikes whole prompts, chunks, and answers half done."""
     llm = tiny_llm(**options)
+    check_twice(llm, tiny_oracle)
+    assert llm.metrics.num_preemptions > 0
+
+
+def check_twice(llm, oracle):
+    """The second time the prefix cache is warm."""
     prompts = make_prompts()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    for _ in range(2):  # the second time the prefix cache is warm
+    for _ in range(2):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.prompt_token_ids == prompt
             assert len(output["token_ids"]) == NUM_TOKENS
-            tiny_oracle.check_greedy(prompt, output["token_ids"])
+            oracle.check_greedy(prompt, output["token_ids"])
     llm._engine.scheduler.check_invariants()
     blocks = llm._engine.scheduler.blocks
     assert blocks.num_free_blocks == blocks.num_blocks

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.admission import LengthPredictor
 from nanovllm.kernels.sample import sample
 from nanovllm.sampling import redraw as redraw_module
 from nanovllm.sampling.filters import add_bias, allow_only, bar
@@ -201,14 +200,6 @@ PENALISED = [
         {},
     )
 ]
-
-
-@pytest.fixture
-def optimistic(monkeypatch):
-    """Admit as if no sequence grew, so that a small cache preempts."""
-    monkeypatch.setattr(
-        LengthPredictor, "predicted_num_tokens", lambda self, seq: len(seq.token_ids) + 1
-    )
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)

@@ -27,12 +27,12 @@ from nanovllm.utils.processes import ProcessWatch
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 COMMON = list(range(20, 57))
 PROMPTS = [[5, 6, 7], [*COMMON, 3], [*COMMON, 4, 5], [8] * 30, [*COMMON, 3], [9]]
-# Chunked prefill, prefix hits and preemption, with a step in flight.
+# Chunked prefill, prefix hits and (with `optimistic`) preemption, with a step in flight.
 TIGHT = {
     "device": "cpu",
     "dtype": "float32",
     "kvcache_block_size": 16,
-    "num_kvcache_blocks": 9,
+    "num_kvcache_blocks": 6,
     "max_num_batched_tokens": 25,
     "max_num_seqs": 4,
     "enable_overlap": True,
@@ -109,8 +109,10 @@ def nothing_left(tmp_path, monkeypatch):
     [(3, "model_of_3"), (4, "tiny_model")],
     ids=["3 ranks, one kv head each", "4 ranks, two share a kv head"],
 )
-def test_ranks_together_give_what_one_gives(request, tp_size, model, nothing_left):
-    """The vocabulary, 517, divides by neither."""
+def test_ranks_together_give_what_one_gives(request, tp_size, model, optimistic, nothing_left):
+    """The vocabulary, 517, divides by neither. Ranks that are given a preempted sequence again
+    must get its prompt and all that it has drawn.
+    """
     model_dir = request.getfixturevalue(model)
     oracle = Oracle(model_dir)
     with LLM(model_dir, **TIGHT) as one:
@@ -120,7 +122,7 @@ def test_ranks_together_give_what_one_gives(request, tp_size, model, nothing_lef
         check_greedy(oracle, llm)
         assert tokens_of(llm, sampled_params()) == expected
         check_greedy(oracle, llm)
-        assert llm.metrics.num_cached_tokens > 0
+        assert llm.metrics.num_cached_tokens > 0 and llm.metrics.num_preemptions > 0
         pids = worker_pids(llm)
         assert len(pids) == tp_size - 1
     wait_until_gone(pids, 5)

@@ -21,7 +21,6 @@ from oracle import Oracle
 from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.admission import LengthPredictor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,10 +85,10 @@ def test_held_out_sums_are_right(demo_model, sums, options):
     [(1, {}), (2, {**NCCL_ONLY, "num_kvcache_blocks": 12, "max_num_batched_tokens": 33})],
     ids=str,
 )
-def test_float32_equals_the_oracle_on_the_cpu(tmp_path, monkeypatch, num_kv_heads, options):
+def test_float32_equals_the_oracle_on_the_cpu(tmp_path, optimistic, num_kv_heads, options):
     """Fewer kv heads than ranks, and as many; the vocabulary, 517, does not divide.
 
-    With few blocks sequences are preempted: admission is made to believe that none grows.
+    With few blocks sequences are preempted.
     """
     model = write_tiny_qwen3(tmp_path / "model", num_key_value_heads=num_kv_heads)
     oracle = Oracle(model)
@@ -103,9 +102,6 @@ def test_float32_equals_the_oracle_on_the_cpu(tmp_path, monkeypatch, num_kv_head
     common = {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 256}
     with LLM(model, **common) as llm:
         expected = [out["token_ids"] for out in llm.generate(prompts, seeded, False)]
-    if "num_kvcache_blocks" in options:
-        name = "predicted_num_tokens"
-        monkeypatch.setattr(LengthPredictor, name, lambda self, seq: len(seq.token_ids) + 1)
     with two(model, **{**common, **options}) as llm:
         for _ in range(2):  # the second time from the prefix cache
             for prompt, output in zip(prompts, llm.generate(prompts, greedy, False), strict=True):

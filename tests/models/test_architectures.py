@@ -52,10 +52,10 @@ def test_logits_equal_transformers(tmp_path, architecture, overrides):
 
 
 @pytest.mark.parametrize(("architecture", "overrides"), CASES, ids=str)
-def test_greedy_tokens_equal_transformers(tmp_path, make_llm, architecture, overrides):
+def test_greedy_tokens_equal_transformers(tmp_path, make_llm, optimistic, architecture, overrides):
     """Chunked prefill, decode and preemption in between; none goes beyond 100 positions."""
     write_tiny(tmp_path, architecture, **overrides)
-    llm = make_llm(tmp_path, num_kvcache_blocks=16, max_num_batched_tokens=48, **CPU_OPTIONS)
+    llm = make_llm(tmp_path, num_kvcache_blocks=12, max_num_batched_tokens=48, **CPU_OPTIONS)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 500) for _ in range(n)] for n in (1, 17, 40, 76)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -63,6 +63,7 @@ def test_greedy_tokens_equal_transformers(tmp_path, make_llm, architecture, over
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         assert len(output["token_ids"]) == 24
         oracle.check_greedy(prompt, output["token_ids"])
+    assert llm.metrics.num_preemptions > 0
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,15 @@ def check(llm, oracle, num_prompts=4):
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=str)
-def test_logits_and_tokens_equal_transformers(tmp_path, make_llm, overrides):
+def test_logits_and_tokens_equal_transformers(tmp_path, make_llm, optimistic, overrides):
     """Chunked prefill, decode and preemption in between."""
     write(tmp_path, **overrides)
     oracle, ids = Oracle(tmp_path), some_ids(100)
     logits = prefill_logits(load(tmp_path), ids)
     torch.testing.assert_close(logits, oracle.logits(ids.tolist()), rtol=1e-4, atol=1e-4)
-    llm = make_llm(tmp_path, num_kvcache_blocks=16, max_num_batched_tokens=48, **CPU_OPTIONS)
+    llm = make_llm(tmp_path, num_kvcache_blocks=11, max_num_batched_tokens=48, **CPU_OPTIONS)
     check(llm, oracle)
+    assert llm.metrics.num_preemptions > 0
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

@@ -72,7 +72,7 @@ def test_held_out_sums_come_out_right(make_llm, demo_checkpoints, sums, kind, op
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_kvcache_blocks": 24, "max_num_batched_tokens": 100},  # chunks, preemption
+        {"num_kvcache_blocks": 24, "max_num_batched_tokens": 100},  # chunks, waiting
         {"tensor_parallel_size": 2, "max_num_seqs": 64},
     ],
     ids=str,
