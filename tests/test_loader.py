@@ -11,7 +11,7 @@ from tiny_models import write_tiny_qwen3
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.loader import INDEX_NAME, iterate_safetensors, load_model
+from nanovllm.utils.loader import INDEX_NAME, copy_weight, iterate_safetensors, load_model
 from nanovllm.utils.parallel import ParallelContext
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
@@ -67,6 +67,15 @@ def test_single_file_is_read(tmp_path):
 def test_index_is_followed(tmp_path):
     write_sharded(tmp_path)
     assert_a_and_b(tmp_path)
+
+
+def test_float64_is_read_as_it_is_and_cast_by_the_model(tmp_path):
+    wide = A.double() / 3
+    save_file({"a": wide}, tmp_path / "model.safetensors")
+    assert read(tmp_path)["a"].dtype is torch.float64
+    target = torch.empty(A.shape)
+    copy_weight(target, wide)
+    assert torch.equal(target, wide.float())
 
 
 def test_shards_without_index_are_read(tmp_path):
@@ -167,6 +176,7 @@ def test_single_file_beside_a_foreign_index_is_ambiguous(tmp_path):
         "C:\\x.safetensors",
         "pytorch_model.bin",
         "x.safetensors\0",
+        "x\0.safetensors",
         "",
         3,
         None,

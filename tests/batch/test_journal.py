@@ -1,10 +1,11 @@
 """The output file: appended line by line, gone on with, refused when it is another job's."""
 
 import json
+import os
 
 import pytest
 
-from nanovllm.batch.done import IdSet, NumberSet
+from nanovllm.batch.done import _DIGEST_BYTES, IdSet, NumberSet, _find
 from nanovllm.batch.journal import Journal, RefusedOutput
 
 JOB = {"model": "m", "engine": {"dtype": "float32"}}
@@ -33,6 +34,19 @@ def test_what_was_appended_is_there_at_once_and_known_next_time(tmp_path):
     assert 9 not in again.finished_lines and "b" not in again.finished_ids
     assert (again.num_ok, again.num_errors) == (2, 1)
     again.close()
+
+
+@pytest.mark.parametrize(("interval_s", "most"), [(0.0, 4), (1e9, 1)])
+def test_results_are_brought_to_the_disk_at_intervals_and_at_the_end(
+    tmp_path, monkeypatch, interval_s, most
+):
+    brought = []
+    with Journal(tmp_path / "out.jsonl", JOB, fsync_interval_s=interval_s) as journal:
+        real, fd = os.fsync, journal._fd
+        monkeypatch.setattr(os, "fsync", lambda f: brought.append(f == fd) or real(f))
+        for name in "abc":
+            journal.append(ok(name))
+    assert brought == [True] * most
 
 
 @pytest.mark.parametrize("torn", [b'{"custom_id": "b', b"{}", b"\0\0\0"])
@@ -150,6 +164,16 @@ def test_a_line_number_of_any_size_costs_no_memory(tmp_path):
     with Journal(path, JOB) as again:
         assert again.num_finished == 2 and 10**30 in again.finished_lines
         assert 3 in again.finished_lines and 10**12 not in again.finished_lines
+
+
+def test_a_digest_that_straddles_two_others_is_not_found():
+    first, second = bytes(range(_DIGEST_BYTES)), bytes(range(100, 100 + _DIGEST_BYTES))
+    bucket = bytearray(first + second)
+    assert [_find(bucket, digest) for digest in (first, second)] == [0, _DIGEST_BYTES]
+    assert _find(bucket, first[5:] + second[:5]) == -1
+    # Behind one that straddles there may be the right one.
+    bucket += first[5:] + second[:5]
+    assert _find(bucket, first[5:] + second[:5]) == 2 * _DIGEST_BYTES
 
 
 def test_a_set_of_ids_agrees_with_pythons():
