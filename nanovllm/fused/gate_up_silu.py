@@ -8,7 +8,6 @@ from nanovllm.fused.product import (
     grid_of,
     halves,
     num_parts_of,
-    product,
     product_share,
     put_share,
     scaled_linear_reference,
@@ -18,6 +17,7 @@ from nanovllm.fused.product import (
 from nanovllm.fused.tiles import Tiles, gate_up_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.kernels.split_gemm import product
 
 
 def gate_up_silu_reference(
@@ -70,9 +70,8 @@ def _gate_up_silu_kernel(
     columns = start + tl.where(lanes < WIDTH, lanes, SIZE - WIDTH + lanes)
     if shares is None:
         sums = product(
-            x, x_stride, weight, rows, columns, num_rows, IN_FEATURES, BLOCK_M, 2 * WIDTH,
-            BLOCK_K, PDL,
-        )  # fmt: skip
+            x, x_stride, weight, rows, columns, num_rows, IN_FEATURES, IN_FEATURES, BLOCK_K, PDL
+        )
     else:
         sums = product_share(
             x, x_stride, squares, eps, weight, rows, columns, num_rows, IN_FEATURES, NUM_PARTS,

@@ -1,7 +1,7 @@
-"""The products that the fused decode GEMMs are made of, with weights fetched early.
+"""Products of few rows in the fused decode GEMMs: K is split over programs, the last of which sums.
 
-Few rows split K over programs. These stand behind a norm of which a factor for each row is left to
-them: then x comes with `squares`, which tell it; see `gemm_add_triton`.
+More rows take `product` of `kernels/split_gemm.py`. These stand behind a norm of which a factor for
+each row is left to them: then x comes with `squares`, which tell it; see `gemm_add_triton`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from nanovllm.fused.tiles import Tiles
-from nanovllm.kernels._triton import prefetch_l2, tl, triton
+from nanovllm.kernels._triton import tl, triton
 
 NUM_COUNTERS = 4096  # for the tiles of one split product, of which narrow models have some dozens
 
@@ -55,44 +55,11 @@ def num_parts_of(squares: torch.Tensor | None) -> int:
 
 
 @triton.jit
-def product(
-    x, x_stride, weight, rows, columns, num_rows,
-    IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Return `x @ weight[columns].T`, [BLOCK_M, BLOCK_N] float32.
-
-    Waits for the kernel before; weights, which no kernel writes, come into L2 before that.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        # Programs of one weight block share the work: they are neighbours in the grid.
-        lines = weight + columns[:, None] * IN_FEATURES
-        lines += tl.arange(0, BLOCK_K // 64)[None, :] * 64
-        step = tl.num_programs(0) * BLOCK_K
-        for offset in range(tl.program_id(0) * BLOCK_K, IN_FEATURES, step):
-            prefetch_l2(lines + offset)
-        # Not inside the loop, whose pipelining would move loads above it.
-        tl.extra.cuda.gdc_wait()
-    features = tl.arange(0, BLOCK_K)
-    # Masked, not clamped to the last row: hundreds of programs that read one line wait for it.
-    is_row = rows[:, None] < num_rows
-    x_pointers = x + rows[:, None] * x_stride + features[None, :]
-    weight_pointers = weight + columns[None, :] * IN_FEATURES + features[:, None]
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(0, IN_FEATURES, BLOCK_K):
-        sums = tl.dot(tl.load(x_pointers, mask=is_row, other=0.0), tl.load(weight_pointers), sums)
-        x_pointers += BLOCK_K
-        weight_pointers += BLOCK_K
-    return sums
-
-
-@triton.jit
 def product_share(
     x, x_stride, squares, eps, weight, rows, columns, num_rows,
     IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return what the BLOCK_K features of this program add to `product`.
+    """Return what the BLOCK_K features of this program add to `x[rows] @ weight[columns].T`.
 
     Waits for the kernel before, with the weights loaded. With `squares` rows are scaled to unit
     root mean square of what they are the squares of.

@@ -8,7 +8,6 @@ from nanovllm.fused.product import (
     grid_of,
     halves,
     num_parts_of,
-    product,
     product_share,
     put_share,
     scaled_linear_reference,
@@ -18,6 +17,7 @@ from nanovllm.fused.product import (
 from nanovllm.fused.tiles import Tiles, qkv_tiles
 from nanovllm.kernels._triton import pdl_options, tl, triton
 from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, to_e4m3_range
+from nanovllm.kernels.split_gemm import product
 
 
 def qkv_rope_store_reference(
@@ -97,7 +97,7 @@ def _qkv_rope_store_kernel(
     features_of_head = head * 2 * HALF + tl.arange(0, 2 * HALF)
     if shares is None:
         sums = product(
-            x, x_stride, weight, rows, features_of_head, num_rows, IN_FEATURES, BLOCK_M, 2 * HALF,
+            x, x_stride, weight, rows, features_of_head, num_rows, IN_FEATURES, IN_FEATURES,
             BLOCK_K, PDL,
         )  # fmt: skip
     else:

@@ -64,31 +64,46 @@ def split_gemm_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _split_gemm_kernel(
     x, weight, out, num_rows, x_stride,
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = IN_FEATURES // NUM_SPLITS
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
+    x += split * SHARE
+    weight += split * SHARE
+    sums = product(x, x_stride, weight, rows, columns, num_rows, IN_FEATURES, SHARE, BLOCK_K, PDL)
+    out_pointers = out + (split * num_rows + rows)[:, None] * OUT_FEATURES + columns[None, :]
+    tl.store(out_pointers, sums, mask=rows[:, None] < num_rows)
+
+
+@triton.jit
+def product(
+    x, x_stride, weight, rows, columns, num_rows, WEIGHT_STRIDE: tl.constexpr,
+    NUM_FEATURES: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Return `x[rows] @ weight[columns].T` over NUM_FEATURES, float32; rows from num_rows on are 0.
+
+    Waits for the kernel before; weights, which no kernel writes, come into L2 before that.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        # Weights no kernel writes: they come into L2 while the kernel before still runs.
-        lines = weight + columns[:, None] * IN_FEATURES + split * SHARE
+        # Programs of one weight block share the work: they are neighbours in the grid.
+        lines = weight + columns[:, None] * WEIGHT_STRIDE
         lines += tl.arange(0, BLOCK_K // 64)[None, :] * 64
-        for offset in range(0, SHARE, BLOCK_K):
+        step = tl.num_programs(0) * BLOCK_K
+        for offset in range(tl.program_id(0) * BLOCK_K, NUM_FEATURES, step):
             prefetch_l2(lines + offset)
         # Not inside the loop, whose pipelining would move loads above it.
         tl.extra.cuda.gdc_wait()
-    features = split * SHARE + tl.arange(0, BLOCK_K)
+    features = tl.arange(0, BLOCK_K)
     # Masked, not clamped to the last row: hundreds of programs that read one line wait for it.
     is_row = rows[:, None] < num_rows
     x_pointers = x + rows[:, None] * x_stride + features[None, :]
-    weight_pointers = weight + columns[None, :] * IN_FEATURES + features[:, None]
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(0, SHARE, BLOCK_K):
+    weight_pointers = weight + columns[None, :] * WEIGHT_STRIDE + features[:, None]
+    sums = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for _ in range(0, NUM_FEATURES, BLOCK_K):
         sums = tl.dot(tl.load(x_pointers, mask=is_row, other=0.0), tl.load(weight_pointers), sums)
         x_pointers += BLOCK_K
         weight_pointers += BLOCK_K
-    out_pointers = out + (split * num_rows + rows)[:, None] * OUT_FEATURES + columns[None, :]
-    tl.store(out_pointers, sums, mask=is_row)
+    return sums
