@@ -70,34 +70,45 @@ def _launch(
 ) -> torch.Tensor:
     num_tokens, hidden_size = x.shape[-2:]
     num_splits = x.shape[0] if x.dim() == 3 else 1
-    assert x.stride(-1) == 1, "rows must be contiguous"
-    assert residual is None or residual.stride(1) == 1, "rows must be contiguous"
-    dtype = x.dtype if residual is None else residual.dtype
-    out = torch.empty((num_tokens, hidden_size), dtype=dtype, device=x.device)
-    if num_tokens == 0:
-        return out
+    total = x if residual is None else residual
+    assert x.stride(-1) == 1 and total.stride(1) == 1, "rows must be contiguous"
+    out = torch.empty((num_tokens, hidden_size), dtype=total.dtype, device=x.device)
     block = triton.next_power_of_2(hidden_size)
-    _rms_norm_kernel[(num_tokens,)](
-        x, x if residual is None else residual, weight, out,
-        x.stride(0) if num_splits > 1 else 0, x.stride(-2),
-        0 if residual is None else residual.stride(0), eps,
-        HIDDEN_SIZE=hidden_size, BLOCK=block, HAS_RESIDUAL=residual is not None,
-        NUM_SPLITS=num_splits,
-        # 8 elements (16 bytes) a thread up to 8 warps, more per thread above.
-        num_warps=min(max(block // 256, 1), 8 if block <= 4096 else 16), **pdl_options(x),
-    )  # fmt: skip
+    if num_tokens:
+        _rms_norm_kernel[(num_tokens,)](
+            x, residual, weight, out, x.stride(0), x.stride(-2), total.stride(0), eps,
+            HIDDEN_SIZE=hidden_size, BLOCK=block, NUM_SPLITS=num_splits,
+            # 8 elements (16 bytes) a thread up to 8 warps, more per thread above.
+            num_warps=min(max(block // 256, 1), 8 if block <= 4096 else 16), **pdl_options(x),
+        )  # fmt: skip
     return out
 
 
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, split_stride, x_stride, residual_stride, eps,
-    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
+    normed = normed_row(
+        x, residual, weight, row, columns, split_stride, x_stride, residual_stride, eps,
+        HIDDEN_SIZE, NUM_SPLITS, PDL,
+    )  # fmt: skip
+    tl.store(out + row * HIDDEN_SIZE + columns, normed, mask=columns < HIDDEN_SIZE)
+
+
+@triton.jit
+def normed_row(
+    x, residual, weight, row, columns, split_stride, x_stride, residual_stride, eps,
+    HIDDEN_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Return a row of x normed, 0 from HIDDEN_SIZE on; a residual is added first, in place.
+
+    columns: [groups, group], the row's in the shape that they come back in
+    """
     mask = columns < HIDDEN_SIZE
+    dtype: tl.constexpr = (x if residual is None else residual).dtype.element_ty
     # The weight is loaded first so that its latency hides behind the kernel before.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     if PDL:
@@ -108,14 +119,13 @@ def _rms_norm_kernel(
     if NUM_SPLITS > 1:
         for split in tl.static_range(1, NUM_SPLITS):
             values += tl.load(source + split * split_stride, mask=mask, other=0.0)
-        values = values.to(out.dtype.element_ty).to(tl.float32)
-    if HAS_RESIDUAL:
+        values = values.to(dtype).to(tl.float32)
+    if residual is not None:
         pointers = residual + row * residual_stride + columns
         values += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        rounded = values.to(residual.dtype.element_ty)
+        rounded = values.to(dtype)
         tl.store(pointers, rounded, mask=mask)
         values = rounded.to(tl.float32)
-    variance = tl.sum(values * values, axis=0) / HIDDEN_SIZE
-    normed = (values * tl.rsqrt(variance + eps)).to(out.dtype.element_ty).to(tl.float32)
-    target = out + row * HIDDEN_SIZE + columns
-    tl.store(target, (normed * scale).to(out.dtype.element_ty), mask=mask)
+    variance = tl.sum(tl.sum(values * values, axis=1), axis=0) / HIDDEN_SIZE
+    normed = (values * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+    return (normed * scale).to(dtype)

@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
-from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, normed_row, rms_norm_reference
 from nanovllm.quantization.formats import BLOCK
 from nanovllm.quantization.kernels.quantize import (
     QuantTensor,
@@ -51,18 +51,15 @@ def rms_norm_quantized_triton(
     """Triton form of `rms_norm_quantized`: one program a row, the row in registers."""
     num_tokens, hidden_size = x.shape[-2:]
     num_splits = x.shape[0] if x.dim() == 3 else 1
-    assert x.stride(-1) == 1, "rows must be contiguous"
-    assert residual is None or residual.stride(1) == 1, "rows must be contiguous"
+    total = x if residual is None else residual
+    assert x.stride(-1) == 1 and total.stride(1) == 1, "rows must be contiguous"
     out = empty_quantized(num_tokens, hidden_size, group_size, x.device)
     block = max(triton.next_power_of_2(hidden_size), BLOCK)
-    total = x if residual is None else residual
     if num_tokens:
         _rms_norm_quantized_kernel[(num_tokens,)](
-            x, total, weight, out.data, out.scale, x.stride(0) if num_splits > 1 else 0,
-            x.stride(-2), total.stride(0), eps,
-            HIDDEN_SIZE=hidden_size, BLOCK=block, GROUP=group_size or block,
-            HAS_RESIDUAL=residual is not None, NUM_SPLITS=num_splits, num_warps=num_warps(block),
-            **pdl_options(x),
+            x, residual, weight, out.data, out.scale, x.stride(0), x.stride(-2), total.stride(0),
+            eps, HIDDEN_SIZE=hidden_size, BLOCK=block, GROUP=group_size or block,
+            NUM_SPLITS=num_splits, num_warps=num_warps(block), **pdl_options(x),
         )  # fmt: skip
     return out, total
 
@@ -71,31 +68,13 @@ def rms_norm_quantized_triton(
 def _rms_norm_quantized_kernel(
     x, residual, weight, data, scale, split_stride, x_stride, residual_stride, eps,
     HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    mask = columns < HIDDEN_SIZE
-    # The weight is loaded first so that its latency hides behind the kernel before.
-    factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    source = x + row * x_stride + columns
-    values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    if NUM_SPLITS > 1:
-        for split in tl.static_range(1, NUM_SPLITS):
-            values += tl.load(source + split * split_stride, mask=mask, other=0.0)
-        values = values.to(residual.dtype.element_ty).to(tl.float32)
-    if HAS_RESIDUAL:
-        pointers = residual + row * residual_stride + columns
-        values += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        rounded = values.to(residual.dtype.element_ty)
-        tl.store(pointers, rounded, mask=mask)
-        values = rounded.to(tl.float32)
-    variance = tl.sum(tl.sum(values * values, axis=1), axis=0) / HIDDEN_SIZE
     # Rounded where the norm without quantisation rounds.
-    dtype = residual.dtype.element_ty
-    normed = (values * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
-    normed = (normed * factors).to(dtype).to(tl.float32)
-    store_quantized(normed, data, scale, row, 0, HIDDEN_SIZE, GROUP)
+    normed = normed_row(
+        x, residual, weight, row, columns, split_stride, x_stride, residual_stride, eps,
+        HIDDEN_SIZE, NUM_SPLITS, PDL,
+    )  # fmt: skip
+    store_quantized(normed.to(tl.float32), data, scale, row, 0, HIDDEN_SIZE, GROUP)
