@@ -62,6 +62,14 @@ def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
 
 
 @triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Let the next kernel start, then wait for the end of those before: see `pdl_options`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def prefetch_l2(lines):
     """Ask for the cache lines at these addresses; nothing waits for them."""
     tl.inline_asm_elementwise(
@@ -70,4 +78,4 @@ def prefetch_l2(lines):
     )  # fmt: skip
 
 
-__all__ = ["HAS_TRITON", "pdl_options", "prefetch_l2", "tl", "triton", "use_triton"]
+__all__ = ["HAS_TRITON", "pdl_options", "pdl_wait", "prefetch_l2", "tl", "triton", "use_triton"]

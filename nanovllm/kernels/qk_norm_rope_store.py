@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.store_kv import store_kv
 
@@ -86,9 +86,7 @@ def _qk_norm_rope_store_kernel(
     GROUP: tl.constexpr, Q_GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2

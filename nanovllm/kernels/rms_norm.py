@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -111,9 +111,7 @@ def normed_row(
     dtype: tl.constexpr = (x if residual is None else residual).dtype.element_ty
     # The weight is loaded first so that its latency hides behind the kernel before.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     source = x + row * x_stride + columns
     values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if NUM_SPLITS > 1:

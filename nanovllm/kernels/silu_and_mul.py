@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -41,9 +41,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
 def _silu_and_mul_kernel(
     gate_up, out, gate_up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE

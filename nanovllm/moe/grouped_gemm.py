@@ -14,7 +14,7 @@ from math import gcd
 import torch
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.moe.plan import Plan
 
@@ -177,9 +177,7 @@ def _grouped_gemm_kernel(
     IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     WIDTH: tl.constexpr = OUT_FEATURES // 2 if IS_GATED else OUT_FEATURES
     # Blocks of weights first, within groups of tiles: what runs together fits into the L2 cache.
     NUM_BLOCKS: tl.constexpr = (OUT_FEATURES + BLOCK_N - 1) // BLOCK_N

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 
 # Up to so many pairs: how many a program looks at together, and warps.
 _CHUNKS = {128: (128, 4), 8192: (1024, 4)}
@@ -76,9 +76,7 @@ def _plan_kernel(
     expert_ids, order, tiles, num_pairs, num_tiles, NUM_EXPERTS: tl.constexpr,
     BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lanes = tl.arange(0, CHUNK)

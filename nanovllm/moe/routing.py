@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 
 _TOKENS_PER_PROGRAM = 4
 
@@ -65,9 +65,7 @@ def _route_kernel(
     IS_NORMALIZED: tl.constexpr, NUM_SPLITS: tl.constexpr, PLACES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     LOWEST: tl.constexpr = -3.4028234663852886e38
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     experts = tl.arange(0, BLOCK)[None, :]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 from nanovllm.quantization.formats import BLOCK
 from nanovllm.quantization.kernels.quantize import QuantTensor
 
@@ -214,9 +214,7 @@ def _fp8_gemm_kernel(
     weight_pointers = weight + safe_columns[None, :] * IN_FEATURES + features[:, None]
     # A tile lies within one row of blocks, as BLOCK_N divides 128.
     block_scales = weight_scale + column_tile * BLOCK_N // BLOCK_K * NUM_GROUPS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if HAS_GROUPS:
         x_scales = x_scale + safe_rows * NUM_GROUPS

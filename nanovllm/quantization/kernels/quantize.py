@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 from nanovllm.quantization.formats import BLOCK, FP8
 
 FP8_MAX = 448.0
@@ -120,9 +120,7 @@ def _quantize_kernel(
     x, data, scale, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

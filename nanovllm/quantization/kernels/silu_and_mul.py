@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels._triton import pdl_options, tl, triton, use_triton
+from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.quantization.kernels.quantize import (
     QuantTensor,
@@ -63,9 +63,7 @@ def _silu_and_mul_row_kernel(
     gate_up, data, scale, gate_up_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, CHUNK)[None, :]
     source = gate_up + row * gate_up_stride
@@ -91,9 +89,7 @@ def _silu_and_mul_groups_kernel(
     gate_up, data, scale, gate_up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
