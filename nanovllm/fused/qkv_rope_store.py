@@ -71,13 +71,11 @@ def qkv_rope_store_triton(
     grid = grid_of(x, num_heads + 2 * num_kv_heads, tiles)
     shares = shares_of(x, grid, tiles.block_m * head_dim, num_done) if tiles.is_split else None
     _qkv_rope_store_kernel[grid](
-        x, squares, weight, x if q_weight is None else q_weight,
-        x if k_weight is None else k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
-        kv_scale, shares, num_done, num_rows,
-        x.stride(0), positions.stride(0), slots.stride(0),
+        x, squares, weight, q_weight, k_weight, eps, cos_sin, positions, slots, q, k_cache, v_cache,
+        kv_scale, shares, num_done, num_rows, x.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         IN_FEATURES=in_features, NUM_PARTS=num_parts_of(squares), BLOCK_M=tiles.block_m,
-        BLOCK_K=tiles.block_k, HAS_NORM=q_weight is not None, **tiles.options(), **pdl_options(x),
+        BLOCK_K=tiles.block_k, **tiles.options(), **pdl_options(x),
     )  # fmt: skip
     return q
 
@@ -88,7 +86,7 @@ def _qkv_rope_store_kernel(
     kv_scale, shares, num_done, num_rows, x_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     IN_FEATURES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     NUM_SPLITS: tl.constexpr = IN_FEATURES // BLOCK_K
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -125,7 +123,7 @@ def _qkv_rope_store_kernel(
         return
 
     is_key = head >= NUM_HEADS
-    if HAS_NORM:
+    if q_weight is not None:
         norm_weight = k_weight if is_key else q_weight
         total = tl.sum(first * first + second * second, axis=1)[:, None]
         scale = tl.rsqrt(total / (2 * HALF) + eps)

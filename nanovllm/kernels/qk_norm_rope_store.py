@@ -60,8 +60,7 @@ def qk_norm_rope_store_triton(
     """Triton form of `qk_norm_rope_store`: a program takes a group of one token's heads."""
     num_tokens = qkv.shape[0]
     assert qkv.stride(1) == 1, "rows must be contiguous"
-    assert k_cache.is_contiguous(), "a cache view is contiguous"
-    assert v_cache.is_contiguous(), "a cache view is contiguous"
+    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a cache view is contiguous"
     assert (q_weight is None) == (k_weight is None), "norm both or neither"
     if num_tokens == 0:
         return
@@ -69,11 +68,10 @@ def qk_norm_rope_store_triton(
     group = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim, 1))
     q_groups, kv_groups = triton.cdiv(num_heads, group), triton.cdiv(num_kv_heads, group)
     _qk_norm_rope_store_kernel[(num_tokens, q_groups + 2 * kv_groups)](
-        qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps,
-        cos_sin, positions, slots, k_cache, v_cache, kv_scale,
+        qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, kv_scale,
         qkv.stride(0), positions.stride(0), slots.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
-        Q_GROUPS=q_groups, KV_GROUPS=kv_groups, HAS_NORM=q_weight is not None,
+        Q_GROUPS=q_groups, KV_GROUPS=kv_groups,
         num_warps=min(max(group * head_dim // 512, 1), 8), **pdl_options(qkv),
     )  # fmt: skip
 
@@ -83,8 +81,7 @@ def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, kv_scale,
     qkv_stride, positions_stride, slots_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr, Q_GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, Q_GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -119,7 +116,7 @@ def _qk_norm_rope_store_kernel(
     cos = tl.load(table + columns)
     sin = tl.load(table + HALF + columns)
 
-    if HAS_NORM:
+    if q_weight is not None:
         # Not a choice of pointer: that would lose its alignment, and with it the wide loads.
         if is_key:
             weight_first = tl.load(k_weight + columns)
