@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from nanovllm.utils.device import on_device
 
-# Between them decode kernels change their tile sizes: kernels/{decode_plan,split_gemm,sample}.py
-# and fused/tiles.py.
-KERNEL_BATCHES = (1, 16, 32, 64, 128, 256)
+# Between them decode kernels change their tile sizes: kernels/{decode_plan,split_gemm,sample}.py,
+# fused/tiles.py and quantization/kernels/fp8_gemm.py.
+KERNEL_BATCHES = (1, 16, 32, 64, 96, 128, 256)
 # Prefill attention has one tile size for short prompts and one for these.
 LONG_PROMPT = 128
 

@@ -193,7 +193,7 @@ def _grouped_gemm_kernel(
     if first >= end:
         return
     places = first + tl.arange(0, BLOCK_M)
-    # Rows past the end repeat the last one: cheaper than a mask, and never stored.
+    is_row = (places < end)[:, None]
     readable = tl.minimum(places, end - 1)
     pairs = tl.load(order + readable)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -211,11 +211,12 @@ def _grouped_gemm_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, IN_FEATURES, BLOCK_K):
         if IN_FEATURES % BLOCK_K == 0:
-            a = tl.load(x_pointers)
+            # Masked, not clamped: many programs that read one line wait for it.
+            a = tl.load(x_pointers, mask=is_row, other=0.0)
             b = tl.load(weight_pointers)
         else:
             is_inside = features < IN_FEATURES - start
-            a = tl.load(x_pointers, mask=is_inside[None, :], other=0.0)
+            a = tl.load(x_pointers, mask=is_row & is_inside[None, :], other=0.0)
             b = tl.load(weight_pointers, mask=is_inside[:, None], other=0.0)
         sums = tl.dot(a, b, sums, input_precision="ieee")
         x_pointers += BLOCK_K
@@ -228,6 +229,6 @@ def _grouped_gemm_kernel(
     else:
         result = sums * tl.load(pair_weights + pairs)[:, None]
         out_rows = (pairs % TOP_K).to(tl.int64) * (num_pairs // TOP_K) + pairs // TOP_K
-    mask = (places < end)[:, None] & (columns < WIDTH)[None, :]
+    mask = is_row & (columns < WIDTH)[None, :]
     targets = out + out_rows[:, None] * WIDTH + columns[None, :]
     tl.store(targets, result.to(out.dtype.element_ty), mask=mask)

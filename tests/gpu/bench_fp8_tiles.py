@@ -49,7 +49,11 @@ MIDDLE = cuts(
 LARGE = cuts(
     128, (32, 128, 4, 4), (64, 128, 8, 4), (64, 256, 8, 3), (128, 128, 8, 3), (128, 256, 8, 3)
 )
-SWEEP = {16: SMALL, 64: MIDDLE, 96: [*MIDDLE, *LARGE], 128: [*MIDDLE, *LARGE], 256: LARGE}
+# With batches that do not fill their tiles.
+SWEEP = {
+    4: SMALL, 16: SMALL, 48: MIDDLE, 64: MIDDLE, 96: [*MIDDLE, *LARGE], 128: [*MIDDLE, *LARGE],
+    256: LARGE,
+}  # fmt: skip
 
 
 def sweep(group_size: int | None) -> None:

@@ -253,6 +253,39 @@ def test_few_rows_and_a_narrow_weight_are_cut_along_k():
         assert 128 % tile.block_n == 0
 
 
+def test_tiles_are_as_tall_as_a_batch_needs():
+    """Up to 16 rows, 64, and two of 64 with half as many shares; wide weights take wide tiles."""
+    shares = [share_tile_for(num_rows, 4096, 12288) for num_rows in (16, 17, 64, 65, 128)]
+    assert [tile.block_m for tile in shares] == [16, 64, 64, 64, 64]
+    assert [tile.num_splits for tile in shares] == [4, 4, 4, 2, 2]
+    assert [tile_for(96, columns).block_n for columns in (24576, 6144, 1024)] == [128, 64, 32]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the library has no such product on a CPU")
+@pytest.mark.parametrize("num_rows", [129, 200, 256])
+def test_many_rows_and_a_narrow_weight_are_two_calls_at_once(num_rows):
+    x, weight = make_product(num_rows, 1024, 4096, None)
+    expected = fp8_linear_reference(x, weight, None, group_size=None, dtype=torch.float32)
+    expected /= expected.abs().amax(dim=1, keepdim=True)
+
+    def check(shares):
+        assert shares.shape == (2, num_rows, 1024) and shares.dtype is torch.bfloat16
+        product = shares.float().sum(0)
+        product /= product.abs().amax(dim=1, keepdim=True)
+        torch.testing.assert_close(product, expected, rtol=0, atol=2**-6)
+
+    options = {"group_size": None, "dtype": torch.bfloat16}
+    check(fp8_linear_shares(x, weight, **options))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = fp8_linear_shares(x, weight, **options)
+    x.data.copy_(x.data.flip(0))
+    x.scale.copy_(x.scale.flip(0))
+    expected = expected.flip(0)
+    graph.replay()
+    check(captured)
+
+
 def test_what_takes_shares_may_get_the_product():
     x, weight = make_product(3, 64, 4096, None)
     options = {"group_size": None, "dtype": torch.float32}

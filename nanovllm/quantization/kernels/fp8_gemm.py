@@ -1,6 +1,7 @@
 """Products of fp8 activations and fp8 weights."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.nn import functional as F
@@ -9,12 +10,14 @@ from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_trit
 from nanovllm.quantization.formats import BLOCK
 from nanovllm.quantization.kernels.quantize import QuantTensor
 
-_MIN_PROGRAMS = 100  # fewer leave too many of an H200's 132 SMs without work
+_NUM_SMS = 132  # an H200's
+_MIN_PROGRAMS = 100  # fewer leave too many of them without work
 _ALIGNMENT = 16  # what the library's kernels ask of both sides of a weight
-# Where a library kernel fits too, ours takes 78 us for the products of a layer of Qwen3-8B at 64
-# rows and the library 101; at 256 rows 146 and 106.
-_MAX_ROWS_OF_OURS = 64
-_MAX_ROWS_OF_SHARES = 128  # above, the library's larger tiles make up for idle SMs
+# Measured by tests/gpu/bench_fp8_tiles.py. Where a library kernel fits too, ours takes 64 us for
+# the products of a layer of Qwen3-8B at 48 rows and the library 105; at 256 rows 146 and 106.
+_MAX_ROWS_OF_OURS = 96
+_MAX_ROWS_OF_SHARES = 128
+_LIBRARY_TILE = 128  # columns and rows of the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +50,63 @@ def fp8_linear(
     """
     if not use_triton(x.data):
         return fp8_linear_reference(x, weight, bias, group_size=group_size, dtype=dtype)
-    is_aligned = not any(size % _ALIGNMENT for size in weight.data.shape)
-    has_library = group_size is None and dtype is torch.bfloat16 and is_aligned
+    has_library = group_size is None and _has_library(weight.data.shape, dtype)
     if has_library and x.data.shape[0] > _MAX_ROWS_OF_OURS:
         # Not use_fast_accum, a tenth faster at 4,096 rows and 3 % at 256: the tensor core then adds
         # up all of K and cuts each sum off at 14 bits, where now it hands blocks of K to float32.
         # In a simulation sums of 4,096 err 1.3 times as far as rounding to bfloat16 alone, of
         # 12,288 1.9 times; numbers whose mean is not 0 fare worse.
-        return torch._scaled_mm(
-            x.data,
-            weight.data.t(),
-            scale_a=x.scale,
-            scale_b=weight.scale.view(1, -1),
-            bias=bias,
-            out_dtype=dtype,
-        )
+        scales = (x.scale, weight.scale.view(1, -1))
+        return torch._scaled_mm(x.data, weight.data.t(), *scales, bias=bias, out_dtype=dtype)
     return fp8_linear_triton(x, weight, bias, group_size=group_size, dtype=dtype)
 
 
 def fp8_linear_shares(
     x: QuantTensor, weight: QuantTensor, *, group_size: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `fp8_linear`, or float32 shares [num_splits, num_rows, out_features] that sum up to it.
+    """As `fp8_linear`, or shares [num_splits, num_rows, out_features] that sum up to it.
 
     For `rms_norm_quantized` and `add_rms_norm`, which take either. Shares where few rows meet a
-    narrow weight: the tiles of the result alone would leave most of a GPU idle.
+    narrow weight: the tiles of the result alone would leave most of a GPU idle. Of our kernel they
+    are float32, of the library's in `dtype`, and rounded once more.
     """
-    tile = share_tile_for(x.data.shape[0], *weight.data.shape) if use_triton(x.data) else None
-    if tile is None:
-        return fp8_linear(x, weight, None, group_size=group_size, dtype=dtype)
-    return fp8_linear_triton(x, weight, None, group_size=group_size, dtype=dtype, tile=tile)
+    num_rows, (out_features, in_features) = x.data.shape[0], weight.data.shape
+    tile = share_tile_for(num_rows, out_features, in_features) if use_triton(x.data) else None
+    if tile is not None:
+        return fp8_linear_triton(x, weight, None, group_size=group_size, dtype=dtype, tile=tile)
+    num_tiles = -(-num_rows // _LIBRARY_TILE) * -(-out_features // _LIBRARY_TILE)
+    has_idle_half = num_rows > _MAX_ROWS_OF_SHARES and 2 * num_tiles <= _NUM_SMS
+    # Halves of K must be aligned too.
+    has_library = _has_library((out_features, in_features // 2), dtype) and in_features % 2 == 0
+    if use_triton(x.data) and group_size is None and has_idle_half and has_library:
+        return fp8_linear_halves(x, weight, dtype)
+    return fp8_linear(x, weight, None, group_size=group_size, dtype=dtype)
+
+
+def fp8_linear_halves(x: QuantTensor, weight: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return shares of two halves of K, [2, num_rows, out_features]: library calls side by side."""
+    out_features = weight.data.shape[0]
+    out = torch.empty((2, x.data.shape[0], out_features), dtype=dtype, device=x.data.device)
+    scales = (x.scale, weight.scale.view(1, -1))
+    main = torch.cuda.current_stream(x.data.device)
+    side = _side_stream(main)
+    side.wait_stream(main)
+    halves = (x.data.chunk(2, dim=1), weight.data.chunk(2, dim=1))
+    for stream, a, b, share in zip((main, side), *halves, out, strict=True):
+        with torch.cuda.stream(stream):
+            torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, out=share)
+    main.wait_stream(side)
+    return out
+
+
+@cache
+def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each stream: what another thread launches must not get into a graph's capture."""
+    return torch.cuda.Stream(main.device)
+
+
+def _has_library(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and not any(size % _ALIGNMENT for size in shape)
 
 
 def fp8_linear_reference(
@@ -151,7 +181,7 @@ def fp8_linear_triton(
 def tile_for(num_rows: int, out_features: int) -> Tile:
     """Return how to cut a batch; it follows from shapes."""
     block_m = _block_m(num_rows)
-    block_n = 128 if block_m == 128 else 64
+    block_n = 64 if block_m == 16 else 128
     num_row_tiles = -(-num_rows // block_m)
     # Narrow tiles read the activations more often, but few programs do not fill the device.
     while block_n > 32 and num_row_tiles * -(-out_features // block_n) < _MIN_PROGRAMS:
@@ -161,24 +191,26 @@ def tile_for(num_rows: int, out_features: int) -> Tile:
 
 def share_tile_for(num_rows: int, out_features: int, in_features: int) -> Tile | None:
     """Return how to cut K too, or None where that does not pay."""
-    block_m = _block_m(num_rows)
-    block_n, splits = 64, 2 if block_m == 128 else 4
+    if not 0 < num_rows <= _MAX_ROWS_OF_SHARES:
+        return None
+    block_m, block_n = _block_m(num_rows), 64
+    splits = 4 // -(-num_rows // block_m)  # with two row tiles half as many
     num_tiles = -(-out_features // block_n)
     is_short = in_features < 4 * splits * BLOCK  # too few blocks to hide the first one's way here
-    if not 0 < num_rows <= _MAX_ROWS_OF_SHARES or num_tiles >= _MIN_PROGRAMS or is_short:
+    if num_tiles >= _MIN_PROGRAMS or is_short:
         return None
-    if num_tiles * splits < _MIN_PROGRAMS:
+    if num_tiles * 4 < _MIN_PROGRAMS:
         block_n = 32
     return _tile(block_m, block_n, splits)
 
 
 def _block_m(num_rows: int) -> int:
-    return 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
+    return 16 if num_rows <= 16 else 64 if num_rows <= _MAX_ROWS_OF_SHARES else 128
 
 
 def _tile(block_m: int, block_n: int, num_splits: int = 1) -> Tile:
     # In 96 KiB of shared memory, which Ada has too.
-    num_stages = min(5, 96 * 1024 // (BLOCK * (block_m + block_n)))
+    num_stages = min(5 if block_m == 16 else 8, 96 * 1024 // (BLOCK * (block_m + block_n)))
     return Tile(block_m, block_n, 8 if block_m == 128 else 4, num_stages, num_splits=num_splits)
 
 
@@ -199,7 +231,9 @@ def _fp8_gemm_kernel(
     row_tile, column_tile = first_row_tile + place % num_row_tiles, place // num_row_tiles
     rows = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the end the last one is repeated: cheaper than a mask, and never stored.
+    # Past the end: rows are masked, as hundreds of programs that read one line wait for it; of
+    # columns, seldom there, the last one is repeated. Neither is stored.
+    is_row = (rows < num_rows)[:, None]
     safe_rows = tl.minimum(rows, num_rows - 1)
     safe_columns = tl.minimum(columns, OUT_FEATURES - 1)
     first_group = 0
@@ -210,7 +244,7 @@ def _fp8_gemm_kernel(
         end_group = tl.minimum(first_group + SHARE, NUM_GROUPS)
         out += tl.program_id(1).to(tl.int64) * num_rows * OUT_FEATURES
     features = first_group * BLOCK_K + tl.arange(0, BLOCK_K)
-    x_pointers = x + safe_rows[:, None] * IN_FEATURES + features[None, :]
+    x_pointers = x + rows[:, None] * IN_FEATURES + features[None, :]
     weight_pointers = weight + safe_columns[None, :] * IN_FEATURES + features[:, None]
     # A tile lies within one row of blocks, as BLOCK_N divides 128.
     block_scales = weight_scale + column_tile * BLOCK_N // BLOCK_K * NUM_GROUPS
@@ -222,11 +256,11 @@ def _fp8_gemm_kernel(
         block_scale = tl.load(block_scales + first_group)
     for group in range(first_group, end_group):
         if IN_FEATURES % BLOCK_K == 0:
-            activations = tl.load(x_pointers)
+            activations = tl.load(x_pointers, mask=is_row, other=0.0)
             weights = tl.load(weight_pointers)
         else:
             is_inside = group * BLOCK_K + tl.arange(0, BLOCK_K) < IN_FEATURES
-            activations = tl.load(x_pointers, mask=is_inside[None, :], other=0.0)
+            activations = tl.load(x_pointers, mask=is_row & is_inside[None, :], other=0.0)
             weights = tl.load(weight_pointers, mask=is_inside[:, None], other=0.0)
         if HAS_GROUPS:
             # Those of the next block, so that nothing waits for them behind the product.
@@ -246,6 +280,6 @@ def _fp8_gemm_kernel(
         sums *= tl.load(weight_scale + safe_columns)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + safe_columns).to(tl.float32)[None, :]
-    mask = (rows[:, None] < num_rows) & (columns[None, :] < OUT_FEATURES)
+    mask = is_row & (columns[None, :] < OUT_FEATURES)
     pointers = out + rows[:, None] * OUT_FEATURES + columns[None, :]
     tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)
