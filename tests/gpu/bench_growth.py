@@ -8,7 +8,6 @@ Every figure is the second run of its workload on a warm engine, random weights,
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -174,12 +173,18 @@ def run_long() -> None:
 
 
 def main() -> None:
-    need_gpus()
     parts = {
         "requests": run_requests, "seqs": run_seqs, "models": run_models, "prefix": run_prefix,
         "unlimited": run_unlimited, "long": run_long,
     }  # fmt: skip
-    for name in sys.argv[1:] or parts:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(parts)}")
+    tables = parser.parse_args().tables
+    for name in tables:
+        if name not in parts:
+            parser.error(f"there is no table {name!r}; there are {', '.join(parts)}")
+    need_gpus()
+    for name in tables or parts:
         started = time.perf_counter()
         try:
             parts[name]()
