@@ -1,3 +1,5 @@
+"""What `LLM(...)` may be asked for: each option checked, and refused with what to do."""
+
 import dataclasses
 import pickle
 from pathlib import Path

@@ -406,7 +406,11 @@ def test_a_worker_thread_may_generate(engine, tiny_oracle):
 
 def test_the_garbage_collector_and_the_signal_handler_are_put_back(engine, monkeypatch):
     handler = signal.getsignal(signal.SIGINT)
+    inside = []
+    engine.observe_steps(lambda sample: inside.append(gc.isenabled()))
     engine.generate([[5]], GREEDY, use_tqdm=False)
+    engine.observe_steps(None)
+    assert len(inside) >= 10 and not any(inside), "the collector is still while the device works"
     assert gc.isenabled() and signal.getsignal(signal.SIGINT) is handler
     with monkeypatch.context() as patch:
         fail(patch, "execute", call=1, after=False)

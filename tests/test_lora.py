@@ -21,6 +21,7 @@ from nanovllm.batch.fingerprint import job_fingerprint
 from nanovllm.config import Config
 from nanovllm.lora.adapter import check_adapter
 from nanovllm.lora.merge import merged
+from nanovllm.lora.settings import _names
 from nanovllm.utils.loader import iterate_safetensors
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -102,6 +103,22 @@ def test_rank_and_scale_follow_the_settings(tmp_path, tiny_model, make_llm, chan
     merged = merge_by_hand(tmp_path / "merged", tiny_model, adapter, scales)
     llm = make_llm(tiny_model, lora=str(adapter), dtype="float32", **OPTIONS)
     check(llm, Oracle(merged))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_named"),
+    [
+        ("up_proj", True),
+        ("mlp.up_proj", True),
+        ("layers.(0|1).mlp.(up|down)_proj", True),
+        ("up", False),
+        ("p_proj", False),
+        ("layers.0.mlp", False),
+        ("mlp.up_proj|self_attn.q_proj", True),
+    ],
+)
+def test_a_pattern_names_a_whole_module_by_its_end(pattern, is_named):
+    assert _names(pattern, "model.layers.0.mlp.up_proj") == is_named
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

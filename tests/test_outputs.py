@@ -1,3 +1,5 @@
+"""Outputs read as vLLM's by attribute and as nano-vllm's by key."""
+
 import pickle
 
 import pytest

@@ -251,6 +251,18 @@ def test_bad_words_and_min_tokens_bar_their_tokens_only_when_due(
         check_greedy(tiny_oracle, prompt, answer, one, barred=barred, bad_words=runs)
 
 
+@pytest.mark.parametrize("min_tokens", [0, 1, 5])
+@pytest.mark.parametrize("options", [{}, {"enable_overlap": True}], ids=str)
+def test_an_end_that_is_wanted_comes_right_after_min_tokens(tiny_llm, options, min_tokens):
+    """Not a token later; and not earlier either, as an eos that does not end the text."""
+    wants_to_end = {"logit_bias": {2: 2000.0, 9: 1000.0}, "min_tokens": min_tokens}
+    params = SamplingParams(temperature=0, max_tokens=12, **wants_to_end)
+    outputs = tiny_llm(**options).generate(PROMPTS, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output["token_ids"] == [9] * min_tokens + [2], prompt
+        assert output.outputs[0].finish_reason == "stop"
+
+
 def test_a_bad_word_of_several_tokens_is_found_in_the_drawn_history(tiny_llm, tiny_oracle):
     """Ids as they are: whatever the tokenizer makes of text, runs are matched on the device."""
     llm = tiny_llm(enable_overlap=True)

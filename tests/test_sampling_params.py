@@ -1,3 +1,5 @@
+"""What a request may ask for: each parameter checked, and refused with what to do."""
+
 import dataclasses
 import pickle
 

@@ -1,6 +1,7 @@
 """What a request line may say, what is refused and how, and what results look like."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -180,6 +181,15 @@ def test_a_chat_result_is_what_the_api_writes():
     first = choice["logprobs"]["content"][0]
     assert (first["token"], first["logprob"], first["bytes"]) == ("h", -0.5, [104])
     assert first["top_logprobs"] == [{"token": "H", "logprob": -0.1, "bytes": [72]}]
+
+
+def test_a_logprob_that_json_has_no_number_for_is_a_very_small_one():
+    """Of a token that filters left out, in processed log-probabilities."""
+    positions = [{8: Logprob(-0.5, 1, "h"), 3: Logprob(float("-inf"), 2, "H")}, ANSWER.logprobs[1]]
+    output = replace(OUTPUT, outputs=[replace(ANSWER, logprobs=positions)])
+    for line in (chat(logprobs=True, top_logprobs=2), completion(logprobs=2)):
+        record = json.loads(dump_line(result_record(parse(line), output)))
+        assert "-9999.0" in json.dumps(record)
 
 
 def test_a_completion_result_is_what_the_api_writes():

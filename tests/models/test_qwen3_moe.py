@@ -180,3 +180,9 @@ def test_a_stack_of_another_number_of_experts_is_refused(count):
     stack = torch.zeros(count, 8, 4)
     with pytest.raises(ValueError, match=r"must be \[4 experts, rows, columns\].*got"):
         list(one_by_one([("model.layers.0.mlp.experts.down_proj", stack)], 4))
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 8), (4, 8)])
+def test_a_stack_that_has_no_gate_for_each_up_is_refused(shape):
+    with pytest.raises(ValueError, match=r"as many rows of gate as of up; got \(4,"):
+        list(one_by_one([("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(shape))], 4))

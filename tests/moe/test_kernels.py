@@ -95,14 +95,17 @@ def test_routes_equal_the_references(num_tokens, num_experts, top_k, is_normaliz
 @needs_triton
 @pytest.mark.parametrize("route", [route_reference, route_triton])
 def test_whatever_a_padding_row_holds_its_experts_exist(route):
-    logits = randn(4, 6)
+    logits = randn(5, 6)
+    logits[4, 1] = float("nan")
     logits[1] = float("nan")
     logits[2, 1:] = -float("inf")
     logits[3, 2] = float("inf")
     expected, _ = route(logits[:1].clone(), 3, is_normalized=True, dtype=DTYPE)
     weights, ids = route(logits, 3, is_normalized=True, dtype=DTYPE)
     assert torch.equal(weights[:1], expected)
-    assert ids.tolist()[1:] == [[0, 1, 2], [0, 1, 2], [2, *ids.tolist()[3][1:]]]
+    assert ids.tolist()[1:4] == [[0, 1, 2], [0, 1, 2], [2, *ids.tolist()[3][1:]]]
+    others = [expert for expert in logits[4].argsort(descending=True).tolist() if expert != 1]
+    assert ids[4].tolist() == others[:3] and bool(weights[4].isfinite().all())
     assert all(len(set(row)) == 3 and max(row) < 6 for row in ids.tolist())
 
 

@@ -11,8 +11,10 @@ from fp8_checkpoints import RoundingOracle, quantized_weights, write_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny, write_tiny_qwen3
 
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.quantization.formats import FORMATS
 from nanovllm.quantization.kernels.fp8_gemm import dequantize_weight
 from nanovllm.quantization.linear import Fp8Linear
 from nanovllm.quantization.model import Fp8MLP, Fp8RMSNorm, quantized_class
@@ -153,6 +155,21 @@ def test_ranks_hold_parts_of_the_same_numbers(checkpoints, kind):
         unrounded = model_harness.prefill_logits(model_harness.load(checkpoints["online"]), IDS)
         error, usual = ((logits - unrounded).abs().mean() for logits in (ours, expected))
         assert error < 1.1 * usual
+
+
+def test_a_bias_of_split_rows_enters_the_sum_once():
+    bias = torch.arange(192.0)
+
+    def run(parallel):
+        place = {"device": torch.device("cpu"), "dtype": torch.float32}
+        linear = RowParallelLinear(256, 192, parallel=parallel, bias=True, **place)
+        fp8 = Fp8Linear(linear, FORMATS["fp8"], parallel)
+        fp8.load_weight("weight", torch.zeros(192, 256))
+        fp8.load_weight("bias", bias)
+        return fp8(torch.ones(3, 128))
+
+    for out in model_harness.on_ranks(2, run):
+        assert torch.equal(out, bias.expand(3, -1))
 
 
 def test_tied_embeddings_and_half_precision_checkpoints(tmp_path):

@@ -227,17 +227,19 @@ def test_a_history_ends_with_a_run_whose_tokens_all_match():
 
 
 def test_bias_is_added_and_temperature_divides_all_but_greedy_rows():
-    logits = torch.zeros((2, 5)) + 2.0
+    logits = torch.zeros((3, 5)) + 2.0
     add_bias(logits, torch.tensor([0, 1]), torch.tensor([4, 0]), torch.tensor([1.5, -3.0]))
-    scaled = apply_temperature(logits, torch.tensor([0.5, 0.0]))
-    assert scaled.tolist() == [[4.0, 4.0, 4.0, 4.0, 7.0], [-1.0, 2.0, 2.0, 2.0, 2.0]]
+    scaled = apply_temperature(logits, torch.tensor([0.5, 0.0, 1e-6]))
+    expected = [[4.0, 4.0, 4.0, 4.0, 7.0], [-1.0, 2.0, 2.0, 2.0, 2.0], [2.0] * 5]
+    assert scaled.tolist() == expected, "as `sample` has it, 1e-6 is greedy too"
 
 
 def test_processors_get_two_or_three_arguments_and_run_in_turn():
-    row, seen = torch.zeros(4), []
+    row, seen, kept = torch.zeros(4), [], []
 
     def first(prompt, output, logits):
         seen.append((prompt, output))
+        kept.append(logits)
         return logits + 1
 
     def second(output, logits):
@@ -247,7 +249,8 @@ def test_processors_get_two_or_three_arguments_and_run_in_turn():
 
     run_processors(row, [first, second], [1, 2], [3])
     assert seen == [([1, 2], [3]), [3]]
-    assert row.tolist() == [1, 1, 9, 1]
+    kept[0].fill_(7.0)
+    assert row.tolist() == [1, 1, 9, 1], "what a processor keeps is its own"
     with pytest.raises(TypeError, match=r"must return the logits, a tensor of shape \(4,\)"):
         run_processors(row, [lambda output, logits: None], [1], [])
 
