@@ -67,6 +67,13 @@ def test_what_is_aborted_says_nothing_of_lengths():
 # ---- their peak
 
 
+def test_the_peak_of_two_that_grow_together():
+    # 10 -> 20 and 4 -> 8: after 4 steps 14 + 8, at the end 20.
+    peak = predicted_peak_tokens(np.array([10, 4]), np.array([20, 8]), 0)
+    assert peak == 22
+    assert predicted_peak_tokens(np.array([], dtype=int), np.array([], dtype=int), 4) == 0
+
+
 def test_each_sequence_wastes_half_a_block_in_the_mean():
     lengths, final_lengths = np.array([10, 4]), np.array([20, 8])
     assert predicted_peak_tokens(lengths, final_lengths, 4) == 22 + 2 * 2
@@ -118,27 +125,79 @@ def test_rows_past_their_guess_count_as_going_on_for_a_while():
     assert found == [(5, 5 + 16), (16, 16 + 16), (59, 64)], "no further than their limit"
 
 
-# ---- the order of waiting, beside what tests/engine/test_scheduler.py has
+# ---- the order of waiting
 
 
-def order_of(*seqs):
-    queue, predictor, order = WaitingQueue(block_size=4, window=100), LengthPredictor(), []
-    queue.add(seqs)
+def order_of(queue):
+    predictor, order = LengthPredictor(), []
     while len(queue):
         order.append(queue.peek(predictor).seq_id)
         queue.pop()
     return order
 
 
+def test_without_reordering_first_come_first_in():
+    queue = WaitingQueue(block_size=4, window=0)
+    queue.add(make_seqs([3, 9, 5], max_tokens=8))
+    queue.add([make_seq([5] * 30, 4, seq_id=9)])
+    assert order_of(queue) == [0, 1, 2, 9]
+
+
+def seqs_of_answers(*lengths, first_id=0):
+    return [make_seq([5 + i], n, seq_id=i) for i, n in enumerate(lengths, first_id)]
+
+
+def test_longer_answers_run_first():
+    queue = WaitingQueue(block_size=4, window=100)
+    queue.add(seqs_of_answers(3, 9, 5, 9))
+    assert order_of(queue) == [1, 3, 2, 0]
+
+
+def test_sequences_that_begin_alike_run_together():
+    queue = WaitingQueue(block_size=4, window=100)
+    a, b = [2] * 4, [3] * 4
+    prompts = [([*a, 1], 3), ([*b, 1, 1, 1], 9), ([*a, 1, 1], 5), ([*b, 1], 2), ([7, 7], 4)]
+    queue.add(make_seq(prompt, num, seq_id=i) for i, (prompt, num) in enumerate(prompts))
+    assert order_of(queue) == [1, 3, 2, 0, 4]
+
+
+def test_only_a_window_of_the_queue_is_reordered():
+    queue = WaitingQueue(block_size=4, window=2)
+    queue.add(seqs_of_answers(3, 4, 50, 60))
+    assert order_of(queue) == [1, 0, 3, 2]
+
+
+def test_preempted_ones_go_before_the_window():
+    queue = WaitingQueue(block_size=4, window=100)
+    queue.add(seqs_of_answers(30, 40))
+    queue.add_first(make_seq([1, 2], seq_id=8))
+    queue.add_first(make_seq([1, 2], seq_id=9))
+    assert order_of(queue) == [9, 8, 1, 0]
+
+
+def order_of_seqs(*seqs):
+    queue = WaitingQueue(block_size=4, window=100)
+    queue.add(seqs)
+    return order_of(queue)
+
+
 def test_longer_answers_run_first_however_long_their_prompts_are():
     lengths = [(30, 4), (3, 20), (9, 12)]
     seqs = [make_seq(prompt_of(p, i), n, seq_id=i) for i, (p, n) in enumerate(lengths)]
-    assert order_of(*seqs) == [1, 2, 0]
+    assert order_of_seqs(*seqs) == [1, 2, 0]
 
 
 def test_prompts_of_one_block_share_nothing_and_are_no_group():
     block = [5, 6, 7, 8]
     prompts = [(block, 20), ([9], 10), (block, 5)]
-    assert order_of(*(make_seq(p, n, seq_id=i) for i, (p, n) in enumerate(prompts))) == [0, 1, 2]
+    assert order_of_seqs(*(make_seq(p, n, seq_id=i) for i, (p, n) in enumerate(prompts))) == [
+        0,
+        1,
+        2,
+    ]
     prompts = [(prompt + [3], n) for prompt, n in prompts]
-    assert order_of(*(make_seq(p, n, seq_id=i) for i, (p, n) in enumerate(prompts))) == [0, 2, 1]
+    assert order_of_seqs(*(make_seq(p, n, seq_id=i) for i, (p, n) in enumerate(prompts))) == [
+        0,
+        2,
+        1,
+    ]
