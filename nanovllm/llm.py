@@ -33,7 +33,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self._engine = LLMEngine(Config.from_options(model, options))
-        self._has_named_defaults = False
+        self._defaults: SamplingParams | None = None  # read and said once
 
     # ---- whole batches
 
@@ -281,8 +281,7 @@ class LLM:
         return self._default_params() if sampling_params is None else sampling_params
 
     def _default_params(self) -> SamplingParams:
-        params = self.get_default_sampling_params()
-        if not self._has_named_defaults:
-            self._has_named_defaults = True
-            logger.info("No sampling_params: using the model's defaults, %r", params)
-        return params
+        if self._defaults is None:
+            self._defaults = self.get_default_sampling_params()
+            logger.info("No sampling_params: using the model's defaults, %r", self._defaults)
+        return self._defaults

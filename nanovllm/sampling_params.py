@@ -224,6 +224,11 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
             raise TypeError(f"{name} must hold strings only, got {string!r} in {strings!r}.")
         if not string:
             raise ValueError(f"{name} must not hold an empty string, got {strings!r}. Take it out.")
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise ValueError(
+                f"{name} must hold text, got {string!r}, which has one half of a surrogate pair: "
+                "no text does. Decode its source with errors='replace'."
+            )
     return tuple(dict.fromkeys(strings))
 
 

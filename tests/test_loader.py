@@ -95,6 +95,12 @@ def test_files_that_are_links_are_read(tmp_path):
     assert_a_and_b(snapshot)
 
 
+def test_hidden_files_are_left_alone(tmp_path):
+    save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
+    (tmp_path / "._model.safetensors").write_bytes(b"what macOS writes beside a copy")
+    assert_a_and_b(tmp_path)
+
+
 def test_index_decides_which_of_two_copies_counts(tmp_path):
     write_sharded(tmp_path)
     save_file({"a": A, "b": B * 2}, tmp_path / "x-00001-of-00002.safetensors")

@@ -199,6 +199,13 @@ def test_one_stop_string_is_a_list_of_one():
         SamplingParams(stop="")
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_a_surrogate_pair_is_no_text(name):
+    """As a stop string it was never found, as a bad word it was said to be no text input."""
+    with pytest.raises(ValueError, match=f"{name} must hold text, got .*half of a surrogate pair"):
+        SamplingParams(**{name: ["fine", "a\ud83d"]})
+
+
 def test_bad_words_are_never_one_string():
     """One string would ban each of its characters."""
     with pytest.raises(TypeError, match="bad_words must be a list of strings, got 'word'"):

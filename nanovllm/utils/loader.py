@@ -208,7 +208,8 @@ def _stays_inside(file_name: str) -> bool:
 
 
 def _find_files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
-    present = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+    # Without hidden ones: macOS writes a "._model.safetensors" beside what it copies.
+    present = sorted(path for path in directory.glob("[!.]*.safetensors") if path.is_file())
     if weight_map is not None:
         wanted = sorted(set(weight_map.values()))
         missing = [name for name in wanted if not (directory / name).is_file()]
