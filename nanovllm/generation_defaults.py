@@ -34,7 +34,8 @@ _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def default_sampling_params(model_dir: Path) -> SamplingParams:
     """The model's own defaults; greedy where it says do_sample=false beside a temperature.
 
-    A warning names what of them is not followed. ValueError names the file and the field of a bad value.
+    A warning names what of them is not followed. ValueError names the file and the field of a bad
+    value.
     """
     path = model_dir / "generation_config.json"
     values = load_generation_config(path)
