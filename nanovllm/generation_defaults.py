@@ -27,7 +27,7 @@ _IGNORED = (
     "sequence_bias",
     "exponential_decay_length_penalty",
 )
-_NOTHING = (None, 0, 1, [], {})
+_NOTHING: tuple[Any, ...] = (None, 0, 1, [], {})
 _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 

@@ -262,6 +262,9 @@ def test_cores_are_shared_out_on_a_cpu(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     config = Config.from_options("m", {"device": "cpu"})
     assert engine_environments(config, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    for size in (17, 10**9):  # which started processes until the machine stood still
+        with pytest.raises(ValueError, match=f"needs {size} processes, and there are 8 cores"):
+            engine_environments(config, size)
     # macOS has no such function.
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)

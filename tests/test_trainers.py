@@ -21,6 +21,13 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
 
 
+class Spread(torch.Tensor):
+    """A tensor of which each rank has a part, as torch.distributed's DTensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory):
     return write_tiny_qwen3(tmp_path_factory.mktemp("other") / "model", seed=1)
@@ -77,6 +84,9 @@ def test_weights_and_memory_of_a_live_engine(
         (good, ValueError, f"1 duplicate: {NORM}"),
         ((HEAD, [1.0]), TypeError, r"\(name, tensor\) pairs, got \(str, list\) at 1"),
         ("abc", TypeError, "pairs, got 'abc' at 1"),
+        ((HEAD, other_weights[HEAD].to("meta")), ValueError, f"{HEAD} is on the meta device"),
+        ((HEAD, other_weights[HEAD].to_sparse()), ValueError, f"{HEAD} is torch.sparse_coo"),
+        ((HEAD, other_weights[HEAD].as_subclass(Spread)), ValueError, f"{HEAD} is a DTensor"),
     ]:
         with pytest.raises(error, match=match):
             llm.load_weights([good, bad])

@@ -9,11 +9,20 @@ import torch
 from nanovllm.config import Config
 from nanovllm.utils.device import resolve_device
 
+_MAX_CPU_PROCESSES = 16  # that may share fewer cores
+
 
 def engine_environments(config: Config, size: int) -> list[dict[str, str]]:
     """The environment variables of each engine: its GPUs, or its share of the CPU's cores."""
+    per_engine = config.tensor_parallel_size
     if resolve_device(config.device).type != "cuda":
-        threads = str(max(1, _num_cores() // size))
+        num_cores = _num_cores()
+        if size * per_engine > max(num_cores, _MAX_CPU_PROCESSES):  # each takes memory, too
+            raise ValueError(
+                f"data_parallel_size={size} times tensor_parallel_size={per_engine} needs "
+                f"{size * per_engine} processes, and there are {num_cores} cores. Lower one."
+            )
+        threads = str(max(1, num_cores // size))
         named = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": threads}
         return [named] * size
     if ":" in config.device:
@@ -27,7 +36,6 @@ def engine_environments(config: Config, size: int) -> list[dict[str, str]]:
         if visible is None
         else [name.strip() for name in visible.split(",") if name.strip()]
     )
-    per_engine = config.tensor_parallel_size
     if size * per_engine > len(names):
         raise ValueError(
             f"data_parallel_size={size} times tensor_parallel_size={per_engine} needs "

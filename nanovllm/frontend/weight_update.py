@@ -28,6 +28,11 @@ def weight_list(weights: Iterable[tuple[str, Any]]) -> list[NamedTensor]:
                 f"weights must be (name, tensor) pairs, got ({type(name).__name__}, "
                 f"{type(tensor).__name__}) at {index}."
             )
+        if hasattr(tensor, "full_tensor"):  # of torch.distributed: FSDP's, for one
+            raise ValueError(f"{name} is a DTensor, spread over ranks. Pass its full_tensor().")
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "on the meta device, without data" if tensor.is_meta else str(tensor.layout)
+            raise ValueError(f"{name} is {kind}. Pass it as a dense tensor with data.")
         pairs.append((name, tensor.detach()))
     return pairs
 
