@@ -189,15 +189,7 @@ def test_longer_answers_run_first_however_long_their_prompts_are():
 
 def test_prompts_of_one_block_share_nothing_and_are_no_group():
     block = [5, 6, 7, 8]
-    prompts = [(block, 20), ([9], 10), (block, 5)]
-    assert order_of_seqs(*(make_seq(p, n, seq_id=i) for i, (p, n) in enumerate(prompts))) == [
-        0,
-        1,
-        2,
-    ]
-    prompts = [(prompt + [3], n) for prompt, n in prompts]
-    assert order_of_seqs(*(make_seq(p, n, seq_id=i) for i, (p, n) in enumerate(prompts))) == [
-        0,
-        2,
-        1,
-    ]
+    for more, order in (([], [0, 1, 2]), ([3], [0, 2, 1])):
+        prompts = [(block + more, 20), ([9, *more], 10), (block + more, 5)]
+        seqs = [make_seq(prompt, n, seq_id=i) for i, (prompt, n) in enumerate(prompts)]
+        assert order_of_seqs(*seqs) == order

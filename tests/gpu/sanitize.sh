@@ -39,8 +39,9 @@ pytest=("$python" -m pytest -q -p no:cacheprovider
     "$k/test_paged_prefill.py::test_a_sequence_without_queries_is_skipped"
 )
 
-more=("$python" -m pytest -q -p no:cacheprovider --maxfail=3 -k "1 or special or fused" tests/fused
-    "tests/sampling/test_filters.py::test_special_values_pass_the_filters" tests/moe/test_kernels.py
+more=("$python" -m pytest -q -p no:cacheprovider --maxfail=3 -k "1 or special or fused or penalties"
+    tests/fused "tests/sampling/test_filters.py::test_special_values_pass_the_filters"
+    "tests/sampling/test_filters.py::test_penalties_follow_the_published_formulas" tests/moe/test_kernels.py
     tests/quantization/test_fp8_kernels.py
 )
 
