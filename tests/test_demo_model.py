@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from oracle import Oracle
 
 from nanovllm import SamplingParams
+from nanovllm.utils.tokenizer import stop_token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -77,3 +79,14 @@ def test_english_equals_transformers(make_llm, demo_model):
     for output in outputs:
         oracle.check_greedy(output.prompt_token_ids, output["token_ids"])
         assert len(output["token_ids"]) == 24
+
+
+def test_a_text_ends_at_what_any_of_three_files_says(tmp_path):
+    """config.json, generation_config.json (a list or a number) and the tokenizer."""
+    tokenizer = SimpleNamespace(eos_token_id=7)
+    path = tmp_path / "generation_config.json"
+    for stated, expected in (([3, 5], [2, 3, 5, 7]), (3, [2, 3, 5, 7]), (None, [2, 5, 7])):
+        path.write_text(json.dumps({"eos_token_id": stated}))
+        assert stop_token_ids(tmp_path, tokenizer, (5, 2), 100) == expected
+    path.unlink()
+    assert stop_token_ids(tmp_path, None, (), 100) == []
