@@ -104,6 +104,10 @@ def _check_files(options: BatchOptions) -> None:
     output = options.output
     if options.input != "-" and not Path(options.input).exists():
         raise ValueError(f"The input {options.input} does not exist.")
+    if options.input != "-" and Path(options.input).is_dir():
+        raise ValueError(f"The input {options.input} is a directory. Name a file of it.")
+    if options.input != "-" and not os.access(options.input, os.R_OK):
+        raise ValueError(f"The input {options.input} may not be read: no permission.")
     if options.input == "-" and sys.__stdin__ is None:  # its descriptor may be another file's now
         raise ValueError("The input is '-', but standard input is closed. Name a file, or pipe.")
     if output.exists() and not output.is_file():

@@ -148,7 +148,7 @@ class Journal:
             written_by = json.loads(self.job_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             written_by = None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RefusedOutput(f"{self.job_path} is damaged: {error}. {_ADVICE}.") from error
         if written_by == job or (force and isinstance(written_by, dict)):
             return
@@ -200,6 +200,8 @@ class Journal:
         failed_key = _digest_key(key, "failed")
         if self._failed.discard(failed_key):
             self.num_errors -= not self._retry_failed
+        elif key in (self.finished_ids if isinstance(key, str) else self.finished_lines):
+            self.num_ok -= 1
         if is_error:
             self._failed.add(failed_key)
         if is_error and self._retry_failed:

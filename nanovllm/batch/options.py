@@ -45,6 +45,10 @@ class BatchOptions:
                 checked[name] = Path(absolute_path(name, getattr(self, name)))
         for name in ("overwrite", "force_resume", "retry_failed", "show_progress"):
             checked[name] = check_bool(name, getattr(self, name))
+        if not isinstance(self.sampling, Mapping):
+            raise TypeError(
+                f"sampling must be a dict of SamplingParams' options, got {self.sampling!r:.80}."
+            )
         advice = "It is a number of seconds; 0: each result at once."
         checked["fsync_interval_s"] = check_float(
             "fsync_interval_s", self.fsync_interval_s, minimum=0.0, advice=advice

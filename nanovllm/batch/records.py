@@ -269,11 +269,15 @@ def line_digest(line: bytes | None) -> str:
 
 
 def dump_line(record: dict[str, Any]) -> bytes:
-    """A record as one line of UTF-8. ValueError where it is no JSON."""
+    """A record as one line of UTF-8, to every reader's mind. ValueError where it is no JSON."""
     try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    # They stand in strings only; str.splitlines, for one, takes them for the end of a line.
+    for end in "\x85\u2028\u2029":
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return text.encode() + b"\n"
 
 
 def _load(line: bytes) -> dict[str, Any]:

@@ -255,6 +255,15 @@ def test_a_job_is_done_though_nobody_reads_what_it_says(tmp_path, ends):
     assert json.loads(output.read_text())["output"] and json.loads(metrics.read_text())["num_ok"]
 
 
+def test_a_directory_is_no_input(tmp_path):
+    """It was told when the model had been loaded, and not by its name."""
+    with pytest.raises(ValueError, match=f"The input {tmp_path} is a directory"):
+        run(tmp_path, tmp_path / "out.jsonl")
+    with pytest.raises(TypeError, match="sampling must be a dict of SamplingParams' options"):
+        run(tmp_path, tmp_path / "out.jsonl", sampling=None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_closed_standard_input_is_no_empty_one(tmp_path, monkeypatch):
     """The output became descriptor 0, and was read as the input."""
     monkeypatch.setattr("sys.__stdin__", None)

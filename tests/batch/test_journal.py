@@ -99,6 +99,23 @@ def test_a_whole_bad_line_anywhere_is_refused_and_nothing_is_cut(tmp_path, bad, 
         assert path.read_bytes() == damaged
 
 
+def test_a_result_that_stands_there_twice_counts_once(tmp_path):
+    path = tmp_path / "out.jsonl"
+    failed = {"custom_id": "b", "response": None, "error": {"code": "c", "line": 2}}
+    plain = {"output": "x", "input_line": 3}
+    write(path, ok("a"), failed, plain, ok("a"), failed, plain, ok("a"), ok("b"))
+    with Journal(path, JOB) as again:
+        assert (again.num_ok, again.num_errors) == (3, 0)
+
+
+def test_a_job_file_nested_too_deeply_is_damaged(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write(path, ok("a"))
+    (tmp_path / "out.jsonl.job.json").write_text("[" * 100_000)
+    with pytest.raises(RefusedOutput, match="job.json is damaged"):
+        Journal(path, JOB)
+
+
 def test_another_jobs_file_is_refused_unless_told(tmp_path):
     path = tmp_path / "out.jsonl"
     write(path, ok("a"))

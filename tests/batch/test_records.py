@@ -232,3 +232,9 @@ def test_a_refused_prompt_is_an_error_with_its_line():
     }
     plain = result_record(parse({"prompt": "x", "k": 1}), refused)
     assert plain["k"] == 1 and plain["output"] is None and plain["error"]["line"] == 7
+
+
+def test_a_line_is_one_line_to_every_reader():
+    record = {"output": "a\u2028b\u2029c\x85d\x0b\x0c\x1c\r\ne"}
+    line = dump_line(record).decode()
+    assert line.splitlines() == [line.removesuffix("\n")] and json.loads(line) == record
