@@ -200,7 +200,7 @@ class Journal:
         failed_key = _digest_key(key, "failed")
         if self._failed.discard(failed_key):
             self.num_errors -= not self._retry_failed
-        elif key in (self.finished_ids if isinstance(key, str) else self.finished_lines):
+        elif key in self.finished_ids if isinstance(key, str) else key in self.finished_lines:
             self.num_ok -= 1
         if is_error:
             self._failed.add(failed_key)
