@@ -23,6 +23,7 @@ from nanovllm.data_parallel import DataParallelLLM
 from nanovllm.llm import LLM
 from nanovllm.models.registry import supported_architectures
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 
 _ENGINE_HELP = {
     "tokenizer": "directory or hub id of another tokenizer; default: the model's",
@@ -154,6 +155,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    for name in ("num_prompts", "input_len", "output_len"):
+        check_int(_flag(name), getattr(args, name), minimum=1)
     draw = random.Random(args.seed)
     with _open_llm(args) as llm:
         vocab_size = min(len(llm.get_tokenizer()), 50_000)
@@ -165,9 +168,11 @@ def _bench(args: argparse.Namespace) -> int:
         warm_up = params.clone(max_tokens=min(args.output_len, 8))
         llm.generate(prompts[: min(8, len(prompts))], warm_up, use_tqdm=False)
         started = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=not args.quiet)
+        outputs = llm.generate(prompts, params, use_tqdm=not args.quiet)
         elapsed = time.perf_counter() - started
-    num_in, num_out = args.num_prompts * args.input_len, args.num_prompts * args.output_len
+    num_in = args.num_prompts * args.input_len
+    # Not what was asked for: an answer ends where the context does.
+    num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
     _say(
         f"{args.num_prompts} requests, {num_in:,} tokens in, {num_out:,} out in {elapsed:.2f} s: "
         f"{args.num_prompts / elapsed:,.2f} requests/s, {num_out / elapsed:,.0f} tokens out/s, "

@@ -34,6 +34,15 @@ def test_bench_prints_a_rate(capsys):
     assert out.startswith("4 requests, 20 tokens in, 12 out in") and "tokens out/s" in out
 
 
+def test_bench_counts_the_tokens_that_came(capsys):
+    """Those beyond the context were counted, too, and a number below 1 gave a negative rate."""
+    sizes = ["--num-prompts", "2", "--input-len", "5", "--output-len", "30", "--quiet"]
+    assert main(["bench", *ENGINE, *sizes, "--max-model-len", "16"]) == 0
+    assert capsys.readouterr().out.startswith("2 requests, 10 tokens in, 22 out in")
+    assert main(["bench", *ENGINE, "--num-prompts", "-1"]) == 2
+    assert "--num-prompts must be at least 1, got -1" in capsys.readouterr().err
+
+
 def test_models_lists_architectures(capsys):
     assert main(["models"]) == 0
     names = capsys.readouterr().out.split()
