@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from threading import Event
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
@@ -273,6 +273,10 @@ class LLM:
 
     def __del__(self) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies, of which the first to go would close the engine of all."""
+        raise TypeError("An LLM cannot be copied, pickled or sent to a process. Build one there.")
 
     # ---- inside
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import signal
 import subprocess
 import sys
@@ -612,3 +614,31 @@ def test_a_call_whose_requests_an_observer_aborts_ends(engine, call):
                 engine.score([[5] * 40] * 40, [[6]] * 40, use_tqdm=False)
     finally:
         engine.observe_steps(None)
+
+
+def test_a_close_from_another_thread_lets_the_step_end(tiny_llm):
+    """It freed the model in the middle of a step, which raised what it liked."""
+    llm, closed = tiny_llm(), threading.Event()
+    begun = threading.Event()
+    llm.observe_steps(lambda sample: begun.set())
+
+    def close():
+        begun.wait(10)
+        llm.close()
+        closed.set()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(RuntimeError, match="The engine is closed"):
+        while True:
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+    thread.join(10)
+    assert closed.is_set()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(engine, how):
+    """When a copy was dropped it closed the original."""
+    with pytest.raises(TypeError, match="An LLM cannot be copied, pickled"):
+        how(engine)
+    assert engine.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -293,14 +293,18 @@ class LLMEngine:
                 self._sleep_level = 0
 
     def close(self) -> None:
-        """Free the device's memory and end the workers. A second call does nothing."""
+        """Free the device's memory and end the workers. A second call does nothing.
+
+        A step that another thread is in ends first; its call raises RuntimeError then.
+        """
         if not self.is_closed:
-            self.is_closed = True
-            self._in_flight.clear()
-            if self._owner.is_here:
-                self._executor.close()
-            else:  # a fork that drops its copy must not end the original's workers
+            self.is_closed = True  # a call in another thread ends before its next step
+            if not self._owner.is_here:  # a fork that drops its copy must not end the workers
                 never_free(self._executor)
+                return
+            with self._exclusive.after_others():
+                self._in_flight.clear()
+                self._executor.close()
 
     # ---- one step
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_MAX_WAIT_S = 10.0  # for a step; one that takes longer hangs, as with a dead rank
 
 
 class Exclusive:
@@ -44,3 +47,15 @@ class Exclusive:
                 self._in_step = False
         finally:
             self._lock.release()
+
+    @contextmanager
+    def after_others(self) -> Iterator[None]:
+        """Let another thread's step end first; in a step of this thread, too, or if that hangs."""
+        # A daemon thread that the end of the interpreter struck never lets go.
+        timeout = 0.0 if sys.is_finalizing() else _MAX_WAIT_S
+        is_held = self._lock.acquire(timeout=timeout)
+        try:
+            yield
+        finally:
+            if is_held:
+                self._lock.release()
