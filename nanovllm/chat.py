@@ -75,7 +75,8 @@ def chat_prompts(
         reason = _obstacle(conversation, continue_final_message=continue_final_message)
         if reason is None:
             try:
-                text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+                plain = [_with_text(message) for message in conversation]
+                text = tokenizer.apply_chat_template(plain, tokenize=False, **options)
                 prompts.append(str(text))
                 continue
             except Exception as error:  # a template is a program, and raises what it likes
@@ -83,6 +84,29 @@ def chat_prompts(
                 reason = f"cannot be laid out by the chat template ({what})"
         prompts.append(BadPrompt(index, None, reason))
     return prompts
+
+
+def joined_text(parts: list[Any] | tuple[Any, ...]) -> str:
+    """The text of a content in parts, as the OpenAI API has it.
+
+    ValueError, in words to follow the content's name: a part is no text.
+    """
+    texts = []
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"has a part of type {kind!r}; only text is read")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a string: templates leave out parts, or print them as lists."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        return {**message, "content": joined_text(content)}
+    return message
 
 
 def _conversations(messages: Any) -> list[Any]:
@@ -109,8 +133,18 @@ def _obstacle(conversation: Any, *, continue_final_message: bool) -> str | None:
             return f"has message {place} of type {kind}; it must be a dict such as {_EXAMPLE}"
         if not isinstance(message.get("role"), str):
             return f"has message {place} without a 'role', which must be a string"
-        if "content" not in message and not message.get("tool_calls"):
+        content = message.get("content")
+        may_be_none = "content" in message and message["role"] == "assistant"
+        if content is None and not (may_be_none or message.get("tool_calls")):
             return f"has message {place} without 'content'"
-    if continue_final_message and not isinstance(conversation[-1].get("content"), str):
+        if isinstance(content, list | tuple):
+            try:
+                joined_text(content)
+            except ValueError as error:
+                return f"has message {place} whose 'content' {error}"
+        elif content is not None and not isinstance(content, str):
+            kind = type(content).__name__
+            return f"has message {place} with 'content' of type {kind}; it must be a string"
+    if continue_final_message and conversation[-1].get("content") is None:
         return "has a last message without text, which continue_final_message=True continues"
     return None

@@ -97,7 +97,8 @@ def test_a_tokenizer_that_adds_bos_adds_no_second_one(tiny_llm):
         ([], "prompt 1 must be a list of messages"),
         (USER, "prompt 1 must be a list of messages"),
         ([{"role": "robot", "content": "x"}], r"prompt 1 cannot be laid out .*Unknown role robot"),
-        ([{"role": "user", "content": None}], "prompt 1 cannot be laid out .*('content'|None)"),
+        ([{"role": "user", "content": None}], "prompt 1 has message 0 without 'content'"),
+        ([{"role": "assistant", "content": None}], "1 cannot be laid out .*('content'|None)"),
         ([{"role": "user", "content": "x" * 9000}], "prompt 1 has 9.* tokens"),
     ],
 )
@@ -109,6 +110,23 @@ def test_a_bad_conversation_is_named_and_nothing_runs_unless_asked_for(llm, conv
     outputs = llm.chat([ONE, conversation, ONE], GREEDY, use_tqdm=False, return_errors=True)
     assert [output.error is None for output in outputs] == [True, False, True]
     assert outputs[0]["token_ids"] == outputs[2]["token_ids"]
+
+
+def test_parts_of_a_content_are_joined_whatever_the_template_makes_of_them(llm):
+    """Qwen3's own template leaves out a content that is no string, without a word."""
+    silent = "{% for m in messages %}{{ m.content if m.content is string else '' }}!{% endfor %}"
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    (output,) = llm.chat(
+        [{"role": "user", "content": parts}], GREEDY, use_tqdm=False, chat_template=silent
+    )
+    assert output.prompt == "hello!" and parts[0]["text"] == "hel"
+    for content, match in (
+        ([parts[0], {"type": "image_url"}], "0 whose 'content' has a part of type 'image_url'"),
+        (["hello"], "0 whose 'content' has a part of type 'str'"),
+        (5, "0 with 'content' of type int; it must be a string"),
+    ):
+        with pytest.raises(ValueError, match=f"prompt 0 has message {match}"):
+            llm.chat([{"role": "user", "content": content}], GREEDY, chat_template=silent)
 
 
 def test_all_bad_conversations_are_listed(llm):

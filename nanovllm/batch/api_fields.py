@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nanovllm.chat import joined_text
 from nanovllm.sampling_params import SamplingParams
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
@@ -105,21 +106,16 @@ def text_of_messages(messages: Any) -> list[Any]:
             raise TypeError(f"messages[{place}] must be an object with a 'role'")
         content = message.get("content")
         if isinstance(content, list):
-            message = {**message, "content": "".join(_part(part, place) for part in content)}
+            try:
+                message = {**message, "content": joined_text(content)}
+            except ValueError as error:
+                raise ValueError(f"messages[{place}].content {error}") from error
         elif content is not None and not isinstance(content, str):
             raise TypeError(f"messages[{place}].content must be a string or a list of text parts")
         elif content is None and message["role"] != "assistant":
             raise ValueError(f"messages[{place}] has no 'content'")
         result.append(message)
     return result
-
-
-def _part(part: Any, place: int) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if isinstance(text, str):
-        return text
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ValueError(f"messages[{place}].content has a part of type {kind!r}; only text is read")
 
 
 def sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
