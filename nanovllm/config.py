@@ -1,6 +1,5 @@
 """What the caller of `LLM(...)` asked for, checked before any work starts."""
 
-import math
 import os
 import re
 from collections.abc import Callable
@@ -201,14 +200,18 @@ def _is_torch_value(value: Any) -> bool:
 
 # Below the functions that they name. Each int: minimum, maximum, advice.
 _INTS: dict[str, tuple[int, int | None, str]] = {
-    "max_num_batched_tokens": (1, None, "It bounds a step; longer prompts take several steps."),
-    "max_num_seqs": (1, None, "It bounds how many sequences run in one step."),
+    "max_num_batched_tokens": (
+        1,
+        2**31 - 1,
+        "It bounds a step; longer prompts take several steps.",
+    ),
+    "max_num_seqs": (1, 2**20, "It bounds how many sequences run in one step."),
     "tensor_parallel_size": (1, None, "It is the number of devices that share the model."),
     "seed": (-(2**63), 2**64 - 1, "Any 64-bit integer will do."),
 }
 _POSITIVE_FLOATS = {
     "gpu_memory_utilization": (1.0, "It is the fraction of the device's memory we may use."),
-    "cpu_kvcache_space_gib": (math.inf, "It is the size of the KV cache on a CPU, in GiB."),
+    "cpu_kvcache_space_gib": (1e9, "It is the size of the KV cache on a CPU, in GiB."),
 }
 _SWITCHES = (
     "enforce_eager",

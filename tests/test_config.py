@@ -122,6 +122,23 @@ def test_none_is_refused_where_it_has_no_meaning(name):
         Config("model", **{name: None})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 2**20 + 1},
+        {"max_num_seqs": 10**30},
+        {"max_num_batched_tokens": 2**31},
+        {"cpu_kvcache_space_gib": 1e300},
+    ],
+    ids=str,
+)
+def test_sizes_that_no_machine_has_are_refused(options):
+    """They were asked of the machine, or an OverflowError called a lack of memory."""
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} must be .*got {value}".replace("+", r"\+")):
+        Config("model", **options)
+
+
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), 10**400])
 def test_memory_fraction_out_of_range_is_refused(value):
     with pytest.raises(ValueError, match=r"gpu_memory_utilization must be .* in \(0, 1\], got"):
