@@ -55,9 +55,15 @@ def load(model_dir: str | Path, **options: Any) -> DecoderForCausalLM:
 
 @torch.inference_mode()
 def prefill_logits(
-    model: DecoderForCausalLM, input_ids: torch.Tensor, first_position: int = 0
+    model: DecoderForCausalLM,
+    input_ids: torch.Tensor,
+    first_position: int = 0,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits of all tokens of one sequence, [num_tokens, vocab_size]."""
+    """Return the logits of all tokens of one sequence, [num_tokens, vocab_size].
+
+    kv_scales: [num_layers, 2, num_kv_heads] for a cache in fp8
+    """
     num_tokens = len(input_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     attention: Any = model.model.layers[0].self_attn
@@ -65,7 +71,10 @@ def prefill_logits(
     shape = (2, model.config.num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, attention.head_dim)
     starts = torch.tensor([0, num_tokens], dtype=torch.int32)
     ctx = ForwardContext(
-        kv_cache=torch.zeros(shape, dtype=model.lm_head.weight.dtype),
+        kv_cache=torch.zeros(
+            shape, dtype=model.lm_head.weight.dtype if kv_scales is None else torch.float8_e4m3fn
+        ),
+        kv_scales=kv_scales,
         is_decode=False,
         slot_mapping=torch.arange(num_tokens),
         block_tables=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
