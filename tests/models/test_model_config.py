@@ -290,7 +290,7 @@ def test_unused_rope_keys_are_warned_of(caplog):
         ({"max_position_embeddings": 1}, "max_position_embeddings must be from 2 to"),
         ({"attention_bias": "no"}, "attention_bias"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
-        ({"hidden_act": "gelu"}, "hidden_act must be one of 'silu', got 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"eos_token_id": -1}, "eos_token_id"),
         ({"eos_token_id": "2"}, "eos_token_id"),
         ({"eos_token_id": [2, True]}, "eos_token_id"),
