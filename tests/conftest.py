@@ -19,12 +19,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
+import interpreter_bounds
 import pytest
 from oracle import Oracle
 from tiny_models import write_tiny_qwen3
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthPredictor
+from nanovllm.kernels._triton import HAS_TRITON
+
+if HAS_TRITON and not torch.cuda.is_available():
+    interpreter_bounds.install()
 
 DEMO_MODEL = Path(__file__).parent / "tiny-qwen3"
 

@@ -18,10 +18,9 @@ def make_inboxes(num_ranks: int) -> list[Inboxes]:
     """The memory of all ranks, here on one device."""
     data_bytes = 2 * num_ranks * SLOT_BYTES
     flag_bytes = 8 * num_ranks * NUM_PROGRAMS * FLAG_WIDTH
-    buffers = [
-        torch.zeros(data_bytes + flag_bytes, dtype=torch.uint8, device=DEVICE)
-        for _ in range(num_ranks)
-    ]
+    shape = (num_ranks, data_bytes + flag_bytes)
+    # Of one tensor: the checks of the interpreter's accesses know what is passed to a kernel.
+    buffers = list(torch.zeros(shape, dtype=torch.uint8, device=DEVICE))
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=DEVICE == "cuda")
     return [

@@ -252,8 +252,9 @@ def _fp8_gemm_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if HAS_GROUPS:
         x_scales = x_scale + safe_rows * NUM_GROUPS
-        row_scales = tl.load(x_scales + first_group)
-        block_scale = tl.load(block_scales + first_group)
+        readable = tl.minimum(first_group, NUM_GROUPS - 1)  # a last share may be empty
+        row_scales = tl.load(x_scales + readable)
+        block_scale = tl.load(block_scales + readable)
     for group in range(first_group, end_group):
         if IN_FEATURES % BLOCK_K == 0:
             activations = tl.load(x_pointers, mask=is_row, other=0.0)
