@@ -206,6 +206,8 @@ def _keep_standard_descriptors() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+    for fd in range(3):  # for processes that this one starts, too
+        os.set_inheritable(fd, True)
 
 
 def _say(text: str, end: str = "\n") -> None:
@@ -226,7 +228,7 @@ def _say(text: str, end: str = "\n") -> None:
 
 
 def _complain(text: str) -> None:
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # None where it is closed
         sys.stderr.write(text + "\n")
 
 

@@ -104,9 +104,19 @@ def joined_text(parts: list[Any] | tuple[Any, ...]) -> str:
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose content is a string: templates leave out parts, or print them as lists."""
     content = message.get("content")
-    if isinstance(content, list | tuple):
+    if isinstance(content, list | tuple) and not _is_for_the_template(message):
         return {**message, "content": joined_text(content)}
     return message
+
+
+def _is_for_the_template(message: Mapping[str, Any]) -> bool:
+    """A tool's result may be data, which some templates write as JSON."""
+    content = message.get("content")
+    if message.get("role") not in ("tool", "ipython") or isinstance(content, str | None):
+        return False
+    return isinstance(content, Mapping) or not all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    )
 
 
 def _conversations(messages: Any) -> list[Any]:
@@ -137,6 +147,8 @@ def _obstacle(conversation: Any, *, continue_final_message: bool) -> str | None:
         may_be_none = "content" in message and message["role"] == "assistant"
         if content is None and not (may_be_none or message.get("tool_calls")):
             return f"has message {place} without 'content'"
+        if isinstance(content, list | tuple | Mapping) and _is_for_the_template(message):
+            continue
         if isinstance(content, list | tuple):
             try:
                 joined_text(content)

@@ -11,23 +11,22 @@ from nanovllm.utils.tokenizer import load_generation_config
 
 logger = logging.getLogger(__name__)
 
-# What transformers would follow and we cannot; with one of these values it asks for nothing.
-_IGNORED = (
-    "no_repeat_ngram_size",
-    "num_beams",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "penalty_alpha",
-    "guidance_scale",
-    "min_new_tokens",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "sequence_bias",
-    "exponential_decay_length_penalty",
-)
-_NOTHING: tuple[Any, ...] = (None, 0, 1, [], {})
+# What transformers would follow and we cannot, and the value that asks for nothing.
+_IGNORED: dict[str, Any] = {
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "min_new_tokens": 0,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "sequence_bias": {},
+    "exponential_decay_length_penalty": None,
+}
 _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -47,7 +46,9 @@ def default_sampling_params(model_dir: Path) -> SamplingParams:
     if values.get("do_sample") is False:
         named["temperature"] = 0.0
     ignored = [
-        f"{name}={values[name]!r:.80}" for name in _IGNORED if values.get(name) not in _NOTHING
+        f"{name}={values[name]!r:.80}"
+        for name, nothing in _IGNORED.items()
+        if values.get(name) not in (None, nothing)
     ]
     if ignored:
         logger.warning("%s: %s is not followed", path, ", ".join(ignored))

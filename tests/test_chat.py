@@ -129,6 +129,18 @@ def test_parts_of_a_content_are_joined_whatever_the_template_makes_of_them(llm):
             llm.chat([{"role": "user", "content": content}], GREEDY, chat_template=silent)
 
 
+def test_a_tools_result_may_be_data(llm):
+    """Llama 3.1's own template writes it as JSON."""
+    template = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    messages = [
+        {"role": "tool", "content": {"sum": 46}},
+        {"role": "ipython", "content": [1, 2]},
+        {"role": "tool", "content": [{"type": "text", "text": "joined"}]},
+    ]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+    assert output.prompt == '{"sum": 46}[1, 2]"joined"'
+
+
 def test_all_bad_conversations_are_listed(llm):
     with pytest.raises(ValueError) as caught:
         llm.chat([["x"], ONE, [{"role": "robot", "content": "y"}]], GREEDY, use_tqdm=False)

@@ -616,6 +616,19 @@ def test_a_call_whose_requests_an_observer_aborts_ends(engine, call):
         engine.observe_steps(None)
 
 
+def test_a_ctrl_c_while_a_close_waits_is_raised_behind_it(monkeypatch):
+    class Lock:
+        def acquire(self, timeout):
+            raise KeyboardInterrupt
+
+    exclusive = Exclusive()
+    monkeypatch.setattr(exclusive, "_lock", Lock())
+    closed = []
+    with pytest.raises(KeyboardInterrupt), exclusive.after_others():
+        closed.append(True)
+    assert closed == [True]
+
+
 def test_a_close_from_another_thread_lets_the_step_end(tiny_llm):
     """It freed the model in the middle of a step, which raised what it liked."""
     llm, closed = tiny_llm(), threading.Event()

@@ -115,13 +115,13 @@ def test_defaults_are_used_and_said_once_and_never_mixed_with_explicit_ones(
 
 
 def test_defaults_that_are_not_followed_are_named(make_llm, tiny_model, tmp_path, caplog):
-    fields = {"no_repeat_ngram_size": 3, "num_beams": 1, "suppress_tokens": [5], "typical_p": 1.0}
+    fields = {"no_repeat_ngram_size": 1, "num_beams": 1, "suppress_tokens": [5], "typical_p": 1.0}
     directory = with_defaults(tiny_model, tmp_path / "model", **fields, max_new_tokens=2)
     llm = make_llm(directory, device="cpu", dtype="float32", num_kvcache_blocks=8)
     llm.generate([[5]], use_tqdm=False)
     llm.generate([[5]], use_tqdm=False)
     lines = [line for line in caplog.messages if "is not followed" in line]
-    assert len(lines) == 1 and "no_repeat_ngram_size=3, suppress_tokens=[5] is not" in lines[0]
+    assert len(lines) == 1 and "no_repeat_ngram_size=1, suppress_tokens=[5] is not" in lines[0]
 
 
 def test_a_bad_default_names_its_file(make_llm, tiny_model, tmp_path):

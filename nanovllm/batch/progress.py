@@ -39,7 +39,8 @@ class BatchProgress:
     ) -> None:
         self._standing = standing
         self._stream = stream or sys.stderr
-        self._is_bar = self._stream.isatty()
+        is_shown = is_shown and self._stream is not None  # where standard error is closed
+        self._is_bar = is_shown and self._stream.isatty()
         self._started = time.monotonic()
         self._last = (self._started, 0)
         self._rate = 0.0

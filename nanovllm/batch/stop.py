@@ -33,6 +33,8 @@ class DrainOnSignal:
         if self.event.is_set():
             raise KeyboardInterrupt
         self.event.set()
+        if sys.stderr is None:
+            return
         with suppress(OSError):  # a terminal that is gone
             sys.stderr.write(
                 "\nFinishing what runs; the rest stays for the next run. "

@@ -295,7 +295,7 @@ class LLMEngine:
     def close(self) -> None:
         """Free the device's memory and end the workers. A second call does nothing.
 
-        A step that another thread is in ends first; its call raises RuntimeError then.
+        A step that another thread is in may end first, for 10 s; its call raises RuntimeError then.
         """
         if not self.is_closed:
             self.is_closed = True  # a call in another thread ends before its next step

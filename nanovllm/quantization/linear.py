@@ -73,7 +73,7 @@ class Fp8Linear(nn.Module):
         return self._parallel.all_reduce(out) if self._is_row_parallel else out
 
     def partials(self, x: torch.Tensor | QuantTensor) -> torch.Tensor:
-        """As `forward`, or float32 shares [num_splits, n, out_features], for the norm to sum."""
+        """As `forward`, or shares [num_splits, n, out_features], for the norm to sum."""
         if self.bias is not None or self._parallel.tp_size > 1:
             result: torch.Tensor = self(x)
             return result

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_MAX_WAIT_S = 10.0  # for a step; one that takes longer hangs, as with a dead rank
+_MAX_WAIT_S = 10.0  # for a step; most that take longer hang, as with a dead rank
 
 
 class Exclusive:
@@ -50,12 +50,15 @@ class Exclusive:
 
     @contextmanager
     def after_others(self) -> Iterator[None]:
-        """Let another thread's step end first; in a step of this thread, too, or if that hangs."""
+        """Give another thread 10 s to end its step first; at once where it is this one's."""
         # A daemon thread that the end of the interpreter struck never lets go.
         timeout = 0.0 if sys.is_finalizing() else _MAX_WAIT_S
-        is_held = self._lock.acquire(timeout=timeout)
+        is_held = False
         try:
-            yield
-        finally:
-            if is_held:
-                self._lock.release()
+            is_held = self._lock.acquire(timeout=timeout)
+        finally:  # after a Ctrl-C in the wait, too, which is raised behind the block
+            try:
+                yield
+            finally:
+                if is_held:
+                    self._lock.release()

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -270,3 +271,25 @@ def test_a_closed_standard_input_is_no_empty_one(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="standard input is closed"):
         run_batch(MODEL, BatchOptions("-", tmp_path / "out.jsonl"), **ENGINE)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_standard_error_ends_no_job(tmp_path):
+    """Nor what is to be told there the exit code; processes that are started have one again."""
+    text = """
+import os, subprocess, sys
+from nanovllm.__main__ import _complain, _keep_standard_descriptors
+from nanovllm.batch.progress import BatchProgress
+from nanovllm.batch.stop import DrainOnSignal
+_keep_standard_descriptors()
+sys.stderr = None  # as Python has it where no library has opened another
+_complain("x")
+BatchProgress(lambda: None, is_shown=True).close()
+stop = DrainOnSignal()
+stop._note(2, None)
+assert stop.event.is_set()
+print(subprocess.run(["ls", "-l", "/proc/self/fd/2"], stdout=-1, check=True).stdout.decode()[-11:])
+"""
+    shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", text]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, cwd=root, check=True)
+    assert "/dev/null" in done.stdout
