@@ -112,11 +112,10 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_for_the_template(message: Mapping[str, Any]) -> bool:
     """A tool's result may be data, which some templates write as JSON."""
     content = message.get("content")
-    if message.get("role") not in ("tool", "ipython") or isinstance(content, str | None):
-        return False
-    return isinstance(content, Mapping) or not all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    )
+    is_data = isinstance(content, Mapping)
+    if isinstance(content, list | tuple):
+        is_data = any(not isinstance(p, Mapping) or p.get("type") != "text" for p in content)
+    return is_data and message["role"] in ("tool", "ipython")
 
 
 def _conversations(messages: Any) -> list[Any]:
@@ -147,7 +146,7 @@ def _obstacle(conversation: Any, *, continue_final_message: bool) -> str | None:
         may_be_none = "content" in message and message["role"] == "assistant"
         if content is None and not (may_be_none or message.get("tool_calls")):
             return f"has message {place} without 'content'"
-        if isinstance(content, list | tuple | Mapping) and _is_for_the_template(message):
+        if _is_for_the_template(message):
             continue
         if isinstance(content, list | tuple):
             try:

@@ -33,9 +33,7 @@ class DrainOnSignal:
         if self.event.is_set():
             raise KeyboardInterrupt
         self.event.set()
-        if sys.stderr is None:
-            return
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError, AttributeError):  # a terminal that is gone; None where it is closed
             sys.stderr.write(
                 "\nFinishing what runs; the rest stays for the next run. "
                 "Ctrl-C again stops at once.\n"

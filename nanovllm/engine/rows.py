@@ -90,17 +90,18 @@ class RowTable:
     def extend_block_tables(self) -> bool:
         """Give every row blocks for its next token; False, nothing done, if there are too few."""
         self._pack()
-        seqs, block_size = self.packed_seqs(), self._blocks.block_size
-        lens, capacity = self._len[: len(seqs)], self._capacity[: len(seqs)]
+        rows, block_size = slice(len(self._rows)), self._blocks.block_size
+        lens, capacity = self._len[rows], self._capacity[rows]
         short = (lens > capacity).nonzero()[0]
         if not len(short):
             return True
-        last_lens = self._limit[: len(seqs)] - 1
+        last_lens = self._limit[rows] - 1
         soon = (np.minimum(lens + _STEPS_AHEAD, last_lens) > capacity).nonzero()[0]
         if len(soon) <= self._blocks.num_free_blocks:
             short = soon  # all that need one by then get it, so none waits for another's
         elif len(short) > self._blocks.num_free_blocks:
             return False
+        seqs = self.packed_seqs()
         tables = [seqs[row].block_table for row in short.tolist()]
         new_ids = [self._blocks.append(table, 1)[0] for table in tables]
         self._set_blocks(short, capacity[short] // block_size, new_ids)

@@ -50,8 +50,7 @@ def fp8_linear(
     """
     if not use_triton(x.data):
         return fp8_linear_reference(x, weight, bias, group_size=group_size, dtype=dtype)
-    has_library = group_size is None and _has_library(weight.data.shape, dtype)
-    if has_library and x.data.shape[0] > _MAX_ROWS_OF_OURS:
+    if _has_library(weight, group_size, dtype) and x.data.shape[0] > _MAX_ROWS_OF_OURS:
         # Not use_fast_accum, a tenth faster at 4,096 rows and 3 % at 256: the tensor core then adds
         # up all of K and cuts each sum off at 14 bits, where now it hands blocks of K to float32.
         # In a simulation sums of 4,096 err 1.3 times as far as rounding to bfloat16 alone, of
@@ -70,16 +69,16 @@ def fp8_linear_shares(
     narrow weight: the tiles of the result alone would leave most of a GPU idle. Of our kernel they
     are float32, of the library's in `dtype`, and rounded once more.
     """
-    num_rows, (out_features, in_features) = x.data.shape[0], weight.data.shape
-    tile = share_tile_for(num_rows, out_features, in_features) if use_triton(x.data) else None
-    if tile is not None:
-        return fp8_linear_triton(x, weight, None, group_size=group_size, dtype=dtype, tile=tile)
-    num_tiles = -(-num_rows // _LIBRARY_TILE) * -(-out_features // _LIBRARY_TILE)
-    has_idle_half = num_rows > _MAX_ROWS_OF_SHARES and 2 * num_tiles <= _NUM_SMS
-    # Halves of K must be aligned too.
-    has_library = _has_library((out_features, in_features // 2), dtype) and in_features % 2 == 0
-    if use_triton(x.data) and group_size is None and has_idle_half and has_library:
-        return fp8_linear_halves(x, weight, dtype)
+    if use_triton(x.data):
+        num_rows, (out_features, in_features) = x.data.shape[0], weight.data.shape
+        tile = share_tile_for(num_rows, out_features, in_features)
+        if tile is not None:
+            return fp8_linear_triton(x, weight, None, group_size=group_size, dtype=dtype, tile=tile)
+        num_tiles = -(-num_rows // _LIBRARY_TILE) * -(-out_features // _LIBRARY_TILE)
+        has_idle_half = num_rows > _MAX_ROWS_OF_SHARES and 2 * num_tiles <= _NUM_SMS
+        has_library = _has_library(weight, group_size, dtype)
+        if has_idle_half and has_library and in_features % (2 * _ALIGNMENT) == 0:
+            return fp8_linear_halves(x, weight, dtype)
     return fp8_linear(x, weight, None, group_size=group_size, dtype=dtype)
 
 
@@ -105,8 +104,9 @@ def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(main.device)
 
 
-def _has_library(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return dtype is torch.bfloat16 and not any(size % _ALIGNMENT for size in shape)
+def _has_library(weight: QuantTensor, group_size: int | None, dtype: torch.dtype) -> bool:
+    is_aligned = not any(size % _ALIGNMENT for size in weight.data.shape)
+    return group_size is None and dtype is torch.bfloat16 and is_aligned
 
 
 def fp8_linear_reference(
