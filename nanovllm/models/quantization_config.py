@@ -98,7 +98,7 @@ def _read_compressed_tensors(found: dict[str, Any], place: str) -> str:
         )
     ignored = found.get("ignore") or []
     _check_left_out(ignored, f"{place}.ignore")
-    if "lm_head" not in ignored:
+    if not any(name.removesuffix("$").endswith("lm_head") for name in ignored):
         raise ValueError(
             f"{place}.ignore is {ignored!r}, so lm_head is quantised, which is not supported; "
             f"{_SUPPORTED}"
@@ -121,7 +121,7 @@ def _check_left_out(names: Any, place: str) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{place} must be a list of names, got {names!r}.")
     for name in names:
-        if not name.endswith(_NEVER_QUANTIZED):
+        if not name.removesuffix("$").endswith(_NEVER_QUANTIZED):  # "re:.*gate$" is a pattern
             raise ValueError(
                 f"{place} leaves {name!r} unquantised, which is not supported: all linear layers "
                 f"of the decoder must be quantised; {_SUPPORTED}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -39,6 +40,15 @@ class ExpertsConfig:
     down: TileConfig
 
 
+class Scales(NamedTuple):
+    """What products of fp8 numbers stand for, and in which dtype they come out."""
+
+    x: torch.Tensor  # [num_rows, 1] float32, or a scale a group of `group_size`
+    weight: torch.Tensor  # [num_experts, out_features, 1] float32, or a scale a square block
+    group_size: int | None
+    dtype: torch.dtype
+
+
 # Up to so many pairs an expert on average: rows a tile, and both products. The best of
 # `python -m tests.gpu.bench_moe --sweep` for Qwen3-30B-A3B's 128 experts on an H200, or within 1 %.
 _CONFIGS = {
@@ -47,15 +57,26 @@ _CONFIGS = {
     48: ExpertsConfig(64, TileConfig(256, 64, 8, 4), TileConfig(128, 64, 8, 4, 8)),
 }
 _LARGEST = ExpertsConfig(128, TileConfig(256, 64, 8, 4, 8), TileConfig(256, 64, 8, 4, 8))
+# The same with --fp8 block.
+_FP8_CONFIGS = {
+    8: ExpertsConfig(16, TileConfig(64, 128, 2, 5), TileConfig(128, 128, 4, 3)),
+    16: ExpertsConfig(32, TileConfig(128, 128, 4, 3), TileConfig(128, 128, 4, 4)),
+    64: ExpertsConfig(64, TileConfig(128, 128, 4, 4), TileConfig(128, 128, 4, 4, 8)),
+}
+_LARGEST_FP8 = ExpertsConfig(128, TileConfig(64, 128, 4, 4), TileConfig(64, 128, 4, 4))
 _FLOAT32 = ExpertsConfig(32, TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2))
 
 
 def config_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertsConfig:
-    """Return how to cut a batch; it follows from shapes, not from where the pairs fall."""
+    """Return how to cut a batch; it follows from shapes, not from where the pairs fall.
+
+    dtype: the weights'
+    """
     if dtype == torch.float32:
         return _FLOAT32
-    fitting = (c for limit, c in _CONFIGS.items() if num_pairs <= limit * num_experts)
-    return next(fitting, _LARGEST)
+    configs, largest = (_CONFIGS, _LARGEST) if dtype.itemsize > 1 else (_FP8_CONFIGS, _LARGEST_FP8)
+    fitting = (c for limit, c in configs.items() if num_pairs <= limit * num_experts)
+    return next(fitting, largest)
 
 
 def gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan, config: TileConfig) -> torch.Tensor:
@@ -111,11 +132,16 @@ def down_reference(
 
 
 def gate_up_triton(
-    x: torch.Tensor, weight: torch.Tensor, plan: Plan, config: TileConfig
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    config: TileConfig,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Triton form of `gate_up`."""
-    out = x.new_empty(len(plan.order), weight.shape[1] // 2)
-    _launch(x, weight, out, plan, None, len(plan.order) // len(x), config)
+    """Triton form of `gate_up`, of fp8 too."""
+    dtype = x.dtype if scales is None else scales.dtype
+    out = x.new_empty(len(plan.order), weight.shape[1] // 2, dtype=dtype)
+    _launch(x, weight, out, plan, None, len(plan.order) // len(x), config, scales)
     return out
 
 
@@ -125,11 +151,13 @@ def down_triton(
     plan: Plan,
     pair_weights: torch.Tensor,
     config: TileConfig,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Triton form of `down`."""
+    """Triton form of `down`, of fp8 too."""
     num_tokens, top_k = pair_weights.shape
-    out = x.new_empty(top_k, num_tokens, weight.shape[1])
-    _launch(x, weight, out, plan, pair_weights, top_k, config)
+    dtype = x.dtype if scales is None else scales.dtype
+    out = x.new_empty(top_k, num_tokens, weight.shape[1], dtype=dtype)
+    _launch(x, weight, out, plan, pair_weights, top_k, config, scales)
     return out
 
 
@@ -141,23 +169,25 @@ def _launch(
     pair_weights: torch.Tensor | None,
     top_k: int,
     config: TileConfig,
+    scales: Scales | None,
 ) -> None:
     _, out_features, in_features = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows and weights must be contiguous"
     assert plan.tiles.is_contiguous(), "fields one after another"
     # A slice of a size, as ranks have it, may be no multiple: shorter steps beat masked loads.
     even = gcd(in_features, config.block_k)
-    block_k = even if even >= 32 else config.block_k
+    group_size = None if scales is None else scales.group_size
+    block_k = group_size or (even if even >= 32 else config.block_k)
     stage_bytes = (plan.block_m + config.block_n) * block_k * x.element_size()
     num_stages = max(min(config.num_stages, _shared_memory_bytes(x.device) // stage_bytes), 1)
     num_tiles = plan.tiles.shape[1]
     _grouped_gemm_kernel[(num_tiles * triton.cdiv(out_features, config.block_n),)](
-        x, weight, out, plan.order, plan.tiles, pair_weights, len(plan.order), num_tiles,
-        x.stride(0),
+        x, weight, None if scales is None else scales.x, None if scales is None else scales.weight,
+        out, plan.order, plan.tiles, pair_weights, len(plan.order), num_tiles, x.stride(0),
         TOP_K=top_k, IN_FEATURES=in_features, OUT_FEATURES=out_features,
-        IS_GATED=pair_weights is None, BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=block_k, GROUP_M=config.group_m, num_warps=config.num_warps,
-        num_stages=num_stages, **pdl_options(x),
+        IS_GATED=pair_weights is None, HAS_GROUPS=group_size is not None,
+        BLOCK_M=plan.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
+        num_warps=config.num_warps, num_stages=num_stages, **pdl_options(x),
     )  # fmt: skip
 
 
@@ -172,9 +202,10 @@ def _shared_memory_bytes(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _grouped_gemm_kernel(
-    x, weight, out, order, tiles, pair_weights, num_pairs, num_tiles, x_stride,
+    x, weight, x_scale, weight_scale, out, order, tiles, pair_weights, num_pairs, num_tiles,
+    x_stride,
     TOP_K: tl.constexpr, IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
-    IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_GATED: tl.constexpr, HAS_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -208,6 +239,14 @@ def _grouped_gemm_kernel(
     x_pointers = x + x_rows[:, None].to(tl.int64) * x_stride + features[None, :]
     weight_pointers = weight + expert * OUT_FEATURES * IN_FEATURES
     weight_pointers += weight_rows[None, :] * IN_FEATURES + features[:, None]
+    NUM_GROUPS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K if HAS_GROUPS else 1
+    if x_scale is not None:
+        SIDE: tl.constexpr = BLOCK_K if HAS_GROUPS else 1
+        x_scales = x_scale + x_rows.to(tl.int64) * NUM_GROUPS
+        weight_scales = weight_scale + expert * ((OUT_FEATURES + SIDE - 1) // SIDE * NUM_GROUPS)
+        weight_scales += weight_rows // SIDE * NUM_GROUPS
+        row_scales = tl.load(x_scales, mask=places < end, other=0.0)
+        column_scales = tl.load(weight_scales)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, IN_FEATURES, BLOCK_K):
         if IN_FEATURES % BLOCK_K == 0:
@@ -218,9 +257,22 @@ def _grouped_gemm_kernel(
             is_inside = features < IN_FEATURES - start
             a = tl.load(x_pointers, mask=is_row & is_inside[None, :], other=0.0)
             b = tl.load(weight_pointers, mask=is_inside[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
+        if x_scale is None:
+            sums = tl.dot(a, b, sums, input_precision="ieee")
+        else:
+            # Added up outside of the tensor core, which keeps 14 bits of a sum of fp8 products.
+            product = tl.dot(a, b)
+            if HAS_GROUPS:
+                product *= row_scales[:, None] * column_scales[None, :]
+                # Those of the next block, so that no product waits for them.
+                following = tl.minimum(start // BLOCK_K + 1, NUM_GROUPS - 1)
+                row_scales = tl.load(x_scales + following, mask=places < end, other=0.0)
+                column_scales = tl.load(weight_scales + following)
+            sums += product
         x_pointers += BLOCK_K
         weight_pointers += BLOCK_K
+    if x_scale is not None and not HAS_GROUPS:
+        sums *= row_scales[:, None] * column_scales[None, :]
     if IS_GATED:
         gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
         result = gate / (1.0 + tl.exp(-gate)) * up

@@ -9,11 +9,11 @@ from torch import nn
 
 from nanovllm.kernels._triton import use_triton
 from nanovllm.kernels.split_gemm import split_gemm
-from nanovllm.layers.linear import ReplicatedLinear, divide
+from nanovllm.layers.linear import ReplicatedLinear, divide, narrow_part
 from nanovllm.moe.grouped_gemm import config_for, down, gate_up
 from nanovllm.moe.plan import make_plan
 from nanovllm.moe.routing import route
-from nanovllm.utils.loader import check_shape, copy_weight
+from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.parallel import ParallelContext
 
 
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         down = torch.empty((num_experts, hidden_size, local_size), device=device, dtype=dtype)
         self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)  # gate first
         self.down_proj = nn.Parameter(down, requires_grad=False)
-        self._size, self._parallel = size, parallel
+        self._parallel = parallel
 
     def tensor_names(self) -> list[str]:
         """What a checkpoint calls the tensors of this module, below the module's own name."""
@@ -50,17 +50,8 @@ class Experts(nn.Module):
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None = None) -> None:
         """Copy this rank's part of one expert's full tensor in place; see `tensor_names`."""
-        expert, part, _ = name.split(".")
-        weight = self.down_proj if part == "down_proj" else self.gate_up_proj
-        target = weight[int(expert)]
-        if part == "down_proj":
-            split_dim, full_shape = 1, (len(target), self._size)
-        else:
-            split_dim, full_shape = 0, (self._size, target.shape[1])
-            target = target.chunk(2)[part == "up_proj"]
-        check_shape(tensor, full_shape)
-        length = target.shape[split_dim]
-        copy_weight(target, tensor.narrow(split_dim, self._parallel.tp_rank * length, length))
+        stacked = self.down_proj if ".down_proj." in name else self.gate_up_proj
+        copy_weight(*expert_part(stacked, name, tensor, self._parallel))
 
     def forward(
         self, x: torch.Tensor, pair_weights: torch.Tensor, expert_ids: torch.Tensor
@@ -76,6 +67,21 @@ class Experts(nn.Module):
         plan = make_plan(expert_ids, num_experts, block_m)
         activated = gate_up(x, self.gate_up_proj, plan, config.gate_up)
         return down(activated, self.down_proj, plan, pair_weights, config.down)
+
+
+def expert_part(
+    stacked: torch.Tensor, name: str, tensor: torch.Tensor, parallel: ParallelContext
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views: what of `stacked` one expert's full tensor fills, and with which part of it.
+
+    stacked: weights of all experts, gate before up, or their scales; name: of `tensor_names`
+    """
+    expert, part, _ = name.split(".")
+    target = stacked[int(expert)]
+    if part != "down_proj":
+        target = target.chunk(2)[part == "up_proj"]
+    split_dim = 1 if part == "down_proj" else 0
+    return target, narrow_part(tensor, split_dim, parallel.tp_rank, parallel.tp_size, target.shape)
 
 
 def one_by_one(
@@ -127,7 +133,7 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = ReplicatedLinear(hidden_size, num_experts, device=device, dtype=dtype)
-        self.experts = Experts(
+        self.experts: nn.Module = Experts(  # nanovllm.quantization has them in fp8
             num_experts, hidden_size, size, parallel=parallel, device=device, dtype=dtype
         )
         self._top_k, self._is_normalized = top_k, is_normalized

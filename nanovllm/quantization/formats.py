@@ -36,11 +36,6 @@ def with_quantization(model: ModelConfig, config: Config, device: torch.device) 
     name = model.quantization or config.quantization
     if name is None:
         return model
-    if model.moe is not None:
-        raise ValueError(
-            f"{config.model}: mixtures of experts ({model.architecture}) do not run with fp8 "
-            "weights yet. Use a checkpoint in bfloat16 without quantization='fp8'."
-        )
     if model.quantization is not None and config.lora is not None:
         raise ValueError(
             f"{config.model}: lora cannot be merged into weights that the checkpoint has in fp8. "
@@ -65,8 +60,11 @@ def _check_blocks(model: ModelConfig, config: Config) -> None:
     parts = {
         "q": model.num_heads * model.head_dim // tp_size,
         "k and v": max(1, model.num_kv_heads // tp_size) * model.head_dim,
-        "gate, up and down": model.intermediate_size // tp_size,
     }
+    if model.moe is None or model.moe.dense_layers:
+        parts["gate, up and down"] = model.intermediate_size // tp_size
+    if model.moe is not None:
+        parts["the experts' gate, up and down"] = model.moe.intermediate_size // tp_size
     advice = "Choose another tensor_parallel_size" if tp_size > 1 else "Use one in bfloat16"
     for name, size in parts.items():
         if size % BLOCK:

@@ -1,4 +1,4 @@
-"""A dense decoder whose linear layers are fp8: what changes in its layers, and how it loads."""
+"""A decoder whose linear layers are fp8: what changes in its layers, and how it loads."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,11 +10,14 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, Placement
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import fill_with_noise
+from nanovllm.moe.layer import Experts, SparseMLP
+from nanovllm.quantization.experts import Fp8Experts
 from nanovllm.quantization.formats import FORMATS, FP8, Fp8Format
 from nanovllm.quantization.kernels.quantize import QuantTensor
 from nanovllm.quantization.kernels.rms_norm import rms_norm_quantized
 from nanovllm.quantization.kernels.silu_and_mul import silu_and_mul_quantized
-from nanovllm.quantization.linear import Fp8Linear, check_scales
+from nanovllm.quantization.linear import Fp8Linear
+from nanovllm.quantization.weights import Fp8Weights, check_scales
 from nanovllm.utils.parallel import ParallelContext
 
 _WEIGHT = "_proj.weight"  # so end the names of all weights that are quantised, and no others
@@ -102,7 +105,7 @@ class Fp8Decoder(DecoderForCausalLM):
         generator.manual_seed(seed + self._place.parallel.tp_rank)
         with torch.no_grad():
             for module in self.modules():
-                if isinstance(module, Fp8Linear):
+                if isinstance(module, Fp8Weights):
                     module.fill_with_noise(generator)
                 elif not any(True for _ in module.children()):
                     fill_with_noise(module, generator)
@@ -117,20 +120,24 @@ def _quantize_layer(
     layer: DecoderLayer, weight_format: Fp8Format, parallel: ParallelContext
 ) -> None:
     attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(attention, SelfAttention) or not isinstance(mlp, GatedMLP):
+    if not isinstance(attention, SelfAttention) or not isinstance(mlp, (GatedMLP, SparseMLP)):
         raise ValueError(
-            f"fp8 weights are for dense decoders; {type(attention).__name__} and "
-            f"{type(mlp).__name__} cannot be quantised. Use a checkpoint in bfloat16 without "
-            "quantization='fp8'."
+            "fp8 weights are for layers of SelfAttention with a GatedMLP or SparseMLP; "
+            f"{type(attention).__name__} and {type(mlp).__name__} cannot be quantised. Use a "
+            "checkpoint in bfloat16 without quantization='fp8'."
         )
     group_size = weight_format.group_size
     for name in ("qkv_proj", "o_proj"):
         linear = getattr(attention, name)
         attention.add_module(name, Fp8Linear(linear, weight_format, parallel))
+    layer.input_layernorm = Fp8RMSNorm(layer.input_layernorm, group_size)
+    if isinstance(mlp, SparseMLP):  # whose router is not quantised, nor the norm before it
+        assert isinstance(mlp.experts, Experts), "not quantised twice"
+        mlp.experts = Fp8Experts(mlp.experts, weight_format, parallel)
+        return
     gate_up_proj = Fp8Linear(mlp.gate_up_proj, weight_format, parallel)
     down_proj = Fp8Linear(mlp.down_proj, weight_format, parallel)
     layer.mlp = Fp8MLP(gate_up_proj, down_proj, group_size)
-    layer.input_layernorm = Fp8RMSNorm(layer.input_layernorm, group_size)
     layer.post_attention_layernorm = Fp8RMSNorm(layer.post_attention_layernorm, group_size)
 
 

@@ -360,10 +360,11 @@ class PrefillCase:
 
 def prefill(dtype: torch.dtype) -> None:
     heads = (16, 8)
-    settings = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+    settings = [(128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 4)]
+    default = default_blocks(HEAD_DIM, DTYPE, 1024, is_fp8=dtype == FP8)
     case = PrefillCase([(1024, 1024)] * 16, *heads, dtype)
     case.check()
-    print(f"prefill of 16 x 1024, {heads}, default {default_blocks(HEAD_DIM, DTYPE, 1024)}")
+    print(f"prefill of 16 x 1024, {heads}, default {default}")
     for blocks in settings:
         case.report(f"paged_prefill {blocks}", lambda blocks=blocks: case.paged(blocks))
     others = [(f"8k of a 32k prompt, after {n}", [(8192, n + 8192)]) for n in (0, 8192, 24576)]

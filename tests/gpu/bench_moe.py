@@ -1,5 +1,7 @@
 """Check and time layers of Qwen3-30B-A3B on a GPU: `python -m tests.gpu.bench_moe [--sweep]`.
 
+With `--fp8 block` the experts are fp8 as in Qwen3-30B-A3B-FP8, with `--fp8 fp8` a scale a row.
+
 Times are of calls inside a CUDA graph over several batches, so that weights come from memory and
 experts change from call to call. A bound is bytes over copy bandwidth or flops over the peak that
 dense GEMMs reach, whichever is longer; only experts that a batch asks for count.
@@ -19,15 +21,24 @@ from torch.nn import functional as F
 
 from nanovllm.kernels.rms_norm import add_rms_norm_triton
 from nanovllm.kernels.split_gemm import split_gemm
-from nanovllm.moe.grouped_gemm import TileConfig, config_for, down_triton, gate_up_triton
+from nanovllm.moe.grouped_gemm import (
+    Scales,
+    TileConfig,
+    config_for,
+    down_triton,
+    gate_up_triton,
+)
 from nanovllm.moe.layer import SparseMLP
 from nanovllm.moe.plan import Plan, make_plan_reference, make_plan_triton
 from nanovllm.moe.routing import route_reference, route_triton
+from nanovllm.quantization.experts import Fp8Experts
+from nanovllm.quantization.formats import FORMATS
+from nanovllm.quantization.kernels.quantize import quantize
 from nanovllm.utils.parallel import ParallelContext
 from tests.gpu.bench_kernels import BANDWIDTH, graph_us
 from tests.gpu.needs_gpu import need_gpus
 
-PEAK = 790e12  # flop/s that large bf16 GEMMs reach on an H200
+PEAK = 790e12  # flop/s that large bf16 GEMMs reach on an H200; of fp8 twice as many
 HIDDEN, EXPERTS, TOP_K, SIZE = 2048, 128, 8, 768
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 8192)
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -39,6 +50,20 @@ SMALL = [
     for numbers in [
         (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),
         (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 4),
+    ]
+]  # fmt: skip
+FP8_SMALL = [
+    TileConfig(*numbers)
+    for numbers in [
+        (32, 128, 4, 5), (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4),
+        (128, 128, 8, 4), (64, 128, 2, 5), (256, 128, 8, 3),
+    ]
+]  # fmt: skip
+FP8_LARGE = [
+    TileConfig(*numbers)
+    for numbers in [
+        (64, 128, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4, 8),
+        (256, 128, 8, 3), (256, 128, 8, 3, 8), (128, 128, 4, 4, 8), (256, 128, 8, 4, 8),
     ]
 ]  # fmt: skip
 LARGE = [
@@ -60,13 +85,20 @@ class Batch:
     expert_ids: torch.Tensor
 
 
-def make_layer(size: int = SIZE, num_experts: int = EXPERTS, top_k: int = TOP_K) -> SparseMLP:
+def make_layer(
+    size: int = SIZE, num_experts: int = EXPERTS, top_k: int = TOP_K, *, fp8: str | None = None
+) -> SparseMLP:
+    """fp8: a name in FORMATS, for experts in it"""
     layer = SparseMLP(
         num_experts, HIDDEN, size, top_k=top_k, is_normalized=True,
         parallel=ParallelContext.single(), **BF16,
     )  # fmt: skip
     for parameter in layer.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    if fp8 is not None:
+        plain: Any = layer.experts
+        layer.experts = Fp8Experts(plain, FORMATS[fp8], ParallelContext.single())
+        layer.experts.fill_with_noise(torch.Generator("cuda").manual_seed(0))
     return layer
 
 
@@ -167,31 +199,47 @@ def check_capture(layer: SparseMLP) -> None:
     print("check: a captured layer follows its input", flush=True)
 
 
+def check_fp8() -> None:
+    """As torch with the same roundings, and captured."""
+    for kind in ("fp8", "fp8_block"):
+        for shape in ((SIZE, EXPERTS, TOP_K), (384, 16, 2)):
+            layer = make_layer(*shape, fp8=kind)
+            experts: Any = layer.experts
+            for n in (1, 7, 200, 513, 3000):
+                batch = make_batch(layer, n)
+                rows = quantize(batch.x, experts._format.group_size)
+                plan = make_plan_reference(batch.expert_ids, shape[1], n * shape[2])
+                expected = experts._forward_reference(rows, plan, batch.pair_weights).float()
+                ours = experts(batch.x, batch.pair_weights, batch.expert_ids).float()
+                error = (ours - expected).abs().mean() / expected.abs().mean()
+                assert error < 0.01, (kind, shape, n, error.item())
+            check_capture(layer)
+        print(f"check: {kind} as torch", flush=True)
+
+
 # ---- how fast are they
 
 
-def bound_us(batch: Batch, num_matrices: int = 3) -> float:
+def bound_us(batch: Batch, weight_bytes: int, num_matrices: int = 3) -> float:
     """Of `num_matrices` of an expert's three."""
     num_active = len(batch.expert_ids.unique())
-    num_bytes = 2.0 * num_matrices * HIDDEN * SIZE * num_active
+    num_bytes = float(weight_bytes) * num_matrices * HIDDEN * SIZE * num_active
     flops = 2.0 * num_matrices * HIDDEN * SIZE * batch.expert_ids.numel()
-    return 1e6 * max(num_bytes / BANDWIDTH, flops / PEAK)
+    return 1e6 * max(num_bytes / BANDWIDTH, flops / (PEAK * 2 / weight_bytes))
 
 
-def bench() -> None:
-    layer = make_layer()
+def bench(fp8: str | None) -> None:
+    layer = make_layer(fp8=fp8)
     scale = torch.ones(HIDDEN, **BF16)
-    experts = layer.experts
+    dtype = layer.experts.down_proj.dtype
     print("us:      n    layer  bound  share | router  route   plan gate_up   down   norm |   loop")
     for n in BATCHES:
         batches = [make_batch(layer, n) for _ in range(2 if n > 512 else 12)]
-        config = config_for(n * TOP_K, EXPERTS, torch.bfloat16)
+        config = config_for(n * TOP_K, EXPERTS, dtype)
         plans = [make_plan_triton(b.expert_ids, EXPERTS, config.block_m) for b in batches]
         residual = torch.zeros(n, HIDDEN, **BF16)
         logits = [split_gemm(b.x, layer.gate.weight) for b in batches]
-        inner = torch.randn(n * TOP_K, SIZE, **BF16)
         shares = torch.randn(TOP_K, n, HIDDEN, **BF16)
-        pairs = list(zip(batches, plans, strict=True))
         routing = {"is_normalized": True, "dtype": torch.bfloat16}
 
         def whole(batch: Batch, residual: torch.Tensor = residual) -> None:
@@ -201,20 +249,14 @@ def bench() -> None:
             [partial(split_gemm, b.x, layer.gate.weight) for b in batches],
             [partial(route_triton, item, TOP_K, **routing) for item in logits],
             [partial(make_plan_triton, b.expert_ids, EXPERTS, config.block_m) for b in batches],
-            [
-                partial(gate_up_triton, b.x, experts.gate_up_proj, p, config.gate_up)
-                for b, p in pairs
-            ],
-            [
-                partial(down_triton, inner, experts.down_proj, p, b.pair_weights, config.down)
-                for b, p in pairs
-            ],
+            calls_of(layer, batches, plans, config.gate_up, True),
+            calls_of(layer, batches, plans, config.down, False),
             [partial(add_rms_norm_triton, shares, residual, scale, 1e-6)] * len(batches),
         ]
         total = graph_us([partial(whole, b) for b in batches])
-        bound = sum(map(bound_us, batches)) / len(batches)
+        bound = sum(bound_us(b, dtype.itemsize) for b in batches) / len(batches)
         times = " ".join(f"{graph_us(calls):6.1f}" for calls in parts)
-        loop = wall_us(partial(by_loop, layer, batches[0], torch.bfloat16))
+        loop = 0.0 if fp8 else wall_us(partial(by_loop, layer, batches[0], torch.bfloat16))
         print(
             f"{n:10} {total:8.1f} {bound:6.1f} {bound / total:6.1%} | {times} | {loop:6.0f}",
             flush=True,
@@ -234,11 +276,12 @@ def wall_us(call: Callable[[], object], repeats: int = 3) -> float:
 # ---- which tiles
 
 
-def sweep() -> None:
+def sweep(fp8: str | None) -> None:
     """Time every cut of both products; the best of each batch first, in per cent of the bound."""
-    layer = make_layer()
+    layer = make_layer(fp8=fp8)
     small, large = sorted({m for ms in SWEEP.values() for m in ms if m < 64}), (64, 128)
-    cuts = [*itertools.product(small, SMALL), *itertools.product(large, LARGE)]
+    tiles = (FP8_SMALL, FP8_LARGE) if fp8 else (SMALL, LARGE)
+    cuts = [*itertools.product(small, tiles[0]), *itertools.product(large, tiles[1])]
     started = time.perf_counter()
     batch = make_batch(layer, 8)
     usable = compile_all(layer, batch, cuts)
@@ -257,7 +300,8 @@ def sweep() -> None:
                     name = f"{m}: {tile.block_n},{tile.block_k},{tile.num_warps},{tile.num_stages}"
                     found[is_gated].append((us, f"{name},{tile.group_m}"))
         for is_gated, times in found.items():
-            bounds = [bound_us(b, 2 if is_gated else 1) for b in batches]
+            size = layer.experts.down_proj.itemsize
+            bounds = [bound_us(b, size, 2 if is_gated else 1) for b in batches]
             bound = sum(bounds) / len(bounds)
             best = "; ".join(f"{us:.1f} ({name})" for us, name in sorted(times)[:5])
             what = "gate_up" if is_gated else "down"
@@ -271,14 +315,25 @@ def calls_of(
     tile: TileConfig,
     is_gated: bool,
 ) -> list[Callable[[], object]]:
-    experts = layer.experts
+    """Of gate and up, or of down; of fp8 without the quantisation before them."""
+    experts: Any = layer.experts
+    group_size = experts._format.group_size if isinstance(experts, Fp8Experts) else None
     pairs = list(zip(batches, plans, strict=True))
-    if is_gated:
-        return [partial(gate_up_triton, b.x, experts.gate_up_proj, p, tile) for b, p in pairs]
     inner = torch.randn(batches[0].expert_ids.numel(), SIZE, **BF16)
-    return [
-        partial(down_triton, inner, experts.down_proj, p, b.pair_weights, tile) for b, p in pairs
-    ]
+    calls: list[Callable[[], object]] = []
+    for batch, plan in pairs:
+        x = batch.x if is_gated else inner
+        weight = experts.gate_up_proj if is_gated else experts.down_proj
+        scales = None
+        if isinstance(experts, Fp8Experts):
+            x, x_scale = quantize(x, group_size)
+            weight_scale = experts.gate_up_proj_scale if is_gated else experts.down_proj_scale
+            scales = Scales(x_scale, weight_scale, group_size, torch.bfloat16)
+        if is_gated:
+            calls.append(partial(gate_up_triton, x, weight, plan, tile, scales))
+        else:
+            calls.append(partial(down_triton, x, weight, plan, batch.pair_weights, tile, scales))
+    return calls
 
 
 def compile_all(
@@ -306,15 +361,17 @@ def compile_all(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sweep", action="store_true", help="time all cuts, not the layer")
+    parser.add_argument("--fp8", choices=("fp8", "block"), help="experts in fp8")
     arguments = parser.parse_args()
     need_gpus()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
+    fp8 = {"block": "fp8_block"}.get(arguments.fp8, arguments.fp8)
     if arguments.sweep:
-        sweep()
+        sweep(fp8)
     else:
-        check()
-        bench()
+        check_fp8() if fp8 else check()
+        bench(fp8)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ def test_every_group_size_matches_the_reference(heads):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_head_dims_and_dtypes_match_the_reference_with_default_blocks(head_dim, dtype):
-    check([(70, 90), (1, 65)], head_dim=head_dim, dtype=dtype, block_size=64, blocks=None)
+@pytest.mark.parametrize("chunks", [[(70, 90), (1, 65)], [(40, 150), (64, 64)]], ids=str)
+def test_head_dims_and_dtypes_match_the_reference_with_default_blocks(head_dim, dtype, chunks):
+    check(chunks, head_dim=head_dim, dtype=dtype, block_size=64, blocks=None)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
@@ -119,6 +120,8 @@ def test_fp8_in_every_group_size_matches_the_reference(heads):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_fp8_in_head_dims_and_dtypes_matches_the_reference(head_dim, dtype):
+@pytest.mark.parametrize("chunks", [[(70, 90), (1, 65)], [(40, 150), (64, 64)]], ids=str)
+def test_fp8_in_head_dims_and_dtypes_matches_the_reference(head_dim, dtype, chunks):
+    """Long and short chunks, which are cut in other ways."""
     options = {"heads": (4, 2), "head_dim": head_dim, "dtype": dtype, "block_size": 64}
-    check([(70, 90), (1, 65)], blocks=None, is_fp8=True, **options)
+    check(chunks, blocks=None, is_fp8=True, **options)

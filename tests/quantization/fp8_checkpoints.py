@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -109,7 +110,9 @@ class RoundingOracle:
     """
 
     def __init__(self, source: Path, kind: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, experts_implementation="eager"
+        ).eval()
         if kind == "online":
             plain = load_file(source / "model.safetensors")
             meant = {
@@ -118,15 +121,43 @@ class RoundingOracle:
             }
         else:
             meant = quantized_weights(source, kind)[1]
-        self.model.load_state_dict(meant, strict=not self.model.config.tie_word_embeddings)
         group_size = 128 if kind == "block" else None
         for name, module in self.model.named_modules():
             if name.endswith("_proj"):
                 module.register_forward_pre_hook(
                     lambda _, inputs: (rounded(inputs[0], group_size), *inputs[1:])
                 )
+            if name.endswith(".experts"):
+                stack_experts(meant, name, module.num_experts)
+                round_products(module, group_size)
+        self.model.load_state_dict(meant, strict=not self.model.config.tie_word_embeddings)
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """[num_tokens, vocab_size] float32"""
         return self.model(torch.tensor([token_ids])).logits[0]
+
+
+def stack_experts(weights: dict[str, torch.Tensor], path: str, num_experts: int) -> None:
+    """Replace a layer's matrices by the two tensors that transformers 5 has of them in memory."""
+    parts = {
+        part: [weights.pop(f"{path}.{i}.{part}_proj.weight") for i in range(num_experts)]
+        for part in ("gate", "up", "down")
+    }
+    pairs = zip(parts["gate"], parts["up"], strict=True)
+    weights[f"{path}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    weights[f"{path}.down_proj"] = torch.stack(parts["down"])
+
+
+def round_products(experts: torch.nn.Module, group_size: int | None) -> None:
+    """Let all products in `experts`, which are no modules, round their input."""
+    plain, forward = torch.nn.functional.linear, experts.forward
+
+    def rounding(*args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torch.nn.functional, "linear", lambda x, w: plain(rounded(x, group_size), w)
+            )
+            return forward(*args, **options)
+
+    experts.forward = rounding

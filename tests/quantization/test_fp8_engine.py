@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tiny_models import write_tiny_qwen3
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.moe_config import MoeConfig
 from nanovllm.quantization.formats import with_quantization
 from nanovllm.quantization.linear import Fp8Linear
 
@@ -221,13 +219,6 @@ def test_a_gpu_without_fp8_is_named(demo_model, monkeypatch):
         with_quantization(model, fp8, cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert with_quantization(model, fp8, cuda).quantization == "fp8"
-
-
-def test_mixtures_of_experts_are_refused_before_any_work(demo_model):
-    moe = MoeConfig(8, 2, 64, norm_topk_prob=True, dense_layers=())
-    model = replace(load_model_config(demo_model), moe=moe)
-    with pytest.raises(ValueError, match="mixtures of experts .* do not run with fp8"):
-        with_quantization(model, Config("m", quantization="fp8"), torch.device("cpu"))
 
 
 def test_an_adapter_is_merged_before_weights_are_rounded(make_llm, tiny_checkpoints, tmp_path):

@@ -184,16 +184,16 @@ def test_tied_embeddings_and_half_precision_checkpoints(tmp_path):
     )
 
 
-def test_mixtures_of_experts_are_refused(plain):
-    class Mixture(Qwen3ForCausalLM):
+def test_layers_of_other_kinds_are_refused(plain):
+    class Other(Qwen3ForCausalLM):
         def make_mlp(self, config, place, layer_id):
             return torch.nn.Identity()
 
     config = replace(load_model_config(plain["Qwen3ForCausalLM"]), quantization="fp8")
     options = {"backend": None, "device": model_harness.CPU, "dtype": torch.float32}
     parallel = ParallelContext.single()
-    with pytest.raises(ValueError, match="for dense decoders; SelfAttention and Identity cannot"):
-        quantized_class(Mixture)(config, parallel=parallel, max_model_len=64, **options)
+    with pytest.raises(ValueError, match="SparseMLP; SelfAttention and Identity cannot"):
+        quantized_class(Other)(config, parallel=parallel, max_model_len=64, **options)
 
 
 def damaged(directory, target, **changes):
