@@ -73,12 +73,11 @@ def default_blocks(
     if dtype == torch.float32:  # no tensor cores
         return (32, 32, 8, 2) if head_dim <= 128 else (16, 16, 4, 2)
     # Short tails after a cached prefix: 128 rows would be mostly padding.
-    is_short = max_seqlen_q <= 64
     if head_dim > 128:
-        return (64, 32, 4, 2) if is_short else (128, 32, 8, 2)
+        return (64, 32, 4, 2) if max_seqlen_q <= 64 else (128, 32, 8, 2)
     if is_fp8:  # whose conversion more rows share
-        return (64, 128, 4, 2) if is_short else (128, 64, 4, 3)
-    return (64, 64, 4, 3) if is_short else (64, 64, 4, 2)
+        return (64, 128, 4, 2) if max_seqlen_q <= 64 else (128, 64, 4, 3)
+    return (64, 64, 4, 3) if max_seqlen_q <= 64 else (64, 64, 4, 2)
 
 
 # The table's width follows the longest sequence: specialising on it would only compile more often.
