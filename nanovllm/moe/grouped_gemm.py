@@ -184,6 +184,7 @@ def _launch(
     _grouped_gemm_kernel[(num_tiles * triton.cdiv(out_features, config.block_n),)](
         x, weight, None if scales is None else scales.x, None if scales is None else scales.weight,
         out, plan.order, plan.tiles, pair_weights, len(plan.order), num_tiles, x.stride(0),
+        *((0, 0) if scales is None else scales.x.stride()),
         TOP_K=top_k, IN_FEATURES=in_features, OUT_FEATURES=out_features,
         IS_GATED=pair_weights is None, HAS_GROUPS=group_size is not None,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
@@ -200,10 +201,10 @@ def _shared_memory_bytes(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 2**17)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "scale_stride", "group_stride"])
 def _grouped_gemm_kernel(
     x, weight, x_scale, weight_scale, out, order, tiles, pair_weights, num_pairs, num_tiles,
-    x_stride,
+    x_stride, scale_stride, group_stride,
     TOP_K: tl.constexpr, IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
     IS_GATED: tl.constexpr, HAS_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
@@ -242,7 +243,7 @@ def _grouped_gemm_kernel(
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K if HAS_GROUPS else 1
     if x_scale is not None:
         SIDE: tl.constexpr = BLOCK_K if HAS_GROUPS else 1
-        x_scales = x_scale + x_rows.to(tl.int64) * NUM_GROUPS
+        x_scales = x_scale + x_rows.to(tl.int64) * scale_stride
         weight_scales = weight_scale + expert * ((OUT_FEATURES + SIDE - 1) // SIDE * NUM_GROUPS)
         weight_scales += weight_rows // SIDE * NUM_GROUPS
         row_scales = tl.load(x_scales, mask=places < end, other=0.0)
@@ -266,7 +267,9 @@ def _grouped_gemm_kernel(
                 product *= row_scales[:, None] * column_scales[None, :]
                 # Those of the next block, so that no product waits for them.
                 following = tl.minimum(start // BLOCK_K + 1, NUM_GROUPS - 1)
-                row_scales = tl.load(x_scales + following, mask=places < end, other=0.0)
+                row_scales = tl.load(
+                    x_scales + following * group_stride, mask=places < end, other=0.0
+                )
                 column_scales = tl.load(weight_scales + following)
             sums += product
         x_pointers += BLOCK_K

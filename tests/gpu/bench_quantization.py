@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.quantization.kernels import fp8_gemm
 from nanovllm.quantization.kernels.fp8_gemm import (
     dequantize,
     dequantize_weight,
@@ -78,9 +79,9 @@ def check() -> None:
             ("shares channel", None, shares),
             ("triton block", 128, partial(ours, group_size=128)),
             ("shares block", 128, partial(shares, group_size=128)),
-            ("_scaled_mm block", 128, scaled_mm_block),
+            ("_scaled_mm block", 128, library_block),
         ):
-            if function is scaled_mm_block and (num_rows % 4 or not has_scaled_mm_block()):
+            if function is library_block and not has_library_block(weight):
                 continue
             a = quantize(x, group_size)
             b = quantize(weight, None) if group_size is None else quantize_blocks(weight)
@@ -138,24 +139,12 @@ def scaled_mm(a: QuantTensor, b: QuantTensor, *, is_fast: bool = False) -> torch
     )  # fmt: skip
 
 
-def scaled_mm_block(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
-    """The library's product of groups and blocks: for a multiple of 4 rows, their scales turned."""
-    scale = a.scale if a.scale.stride(0) == 1 else a.scale.t().contiguous().t()
-    return torch._scaled_mm(
-        a.data, b.data.t(), scale_a=scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16
-    )
+def has_library_block(weight: torch.Tensor) -> bool:
+    return fp8_gemm._has_library(QuantTensor(weight, weight), 128, torch.bfloat16)
 
 
-@cache
-def has_scaled_mm_block() -> bool:
-    """Whether torch, CUDA and the device know block scales; say so once."""
-    x = quantize(torch.ones(256, 512, **BF16), 128)
-    try:
-        scaled_mm_block(x, quantize_blocks(torch.ones(256, 512, **BF16)))
-    except (RuntimeError, ValueError) as error:
-        print(f"no _scaled_mm of blocks here: {str(error)[:300]}", flush=True)
-        return False
-    return True
+def library_block(a: QuantTensor, b: QuantTensor) -> torch.Tensor:
+    return fp8_gemm._by_library(a, b, None, 128, torch.bfloat16)
 
 
 def bench_products(num_rows: int) -> dict[str, float]:
@@ -188,9 +177,8 @@ def bench_products(num_rows: int) -> dict[str, float]:
             ("fp8 engine block", block, partial(as_layers, layer, group_size=128)),
         ):
             variants[name] = ([partial(function, a, b) for a, b in pairs], *fp8_bound)
-        if has_scaled_mm_block():
-            turned = [(a._replace(scale=a.scale.t().contiguous().t()), b) for a, b in block]
-            block_calls = [partial(scaled_mm_block, a, b) for a, b in turned]
+        if has_library_block(weights[0]):
+            block_calls = [partial(library_block, a, b) for a, b in block]
             variants["fp8 _scaled_mm block"] = (block_calls, *fp8_bound)
         for name, (calls, num_bytes, seconds) in variants.items():
             totals[name] = totals.get(name, 0.0) + timed(name, calls, num_bytes, seconds)

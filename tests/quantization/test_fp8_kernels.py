@@ -6,6 +6,7 @@ import torch
 from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.quantization.kernels import fp8_gemm
 from nanovllm.quantization.kernels.fp8_gemm import (
     Tile,
     dequantize,
@@ -171,6 +172,64 @@ def test_activation_kernel(num_rows, size, dtype, group_size):
     gate_up = gate_up.clamp(-60, 60)
     ours = silu_and_mul_quantized_triton(gate_up, group_size)
     assert_same(ours, silu_and_mul_quantized_reference(gate_up, group_size), dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_rows", [1, 4, 6])
+def test_groups_lie_as_the_library_takes_them(num_rows):
+    """Scales of one group together, and room for a multiple of 4 rows behind both tensors."""
+    x, weight = noise(num_rows, 384), torch.ones(384, device=DEVICE)
+    gate_up = torch.cat((x, x), dim=1).clamp(-60, 60)
+    num_padded = -(-num_rows // 4) * 4
+    for out in (
+        quantize_triton(x, 128),
+        rms_norm_quantized_triton(x, None, weight, 1e-6, 128)[0],
+        silu_and_mul_quantized_triton(gate_up, 128),
+    ):
+        assert out.scale.shape == (num_rows, 3) and out.scale.stride() == (1, num_padded)
+        assert out.data.shape == (num_rows, 384) and out.data.is_contiguous()
+        assert out.data.untyped_storage().nbytes() >= num_padded * 384
+        assert out.scale.untyped_storage().nbytes() >= num_padded * 3 * 4
+
+
+def test_when_the_library_multiplies_blocks(monkeypatch):
+    """Of K it reads four scales at once, so their number must be a multiple."""
+    monkeypatch.setattr(fp8_gemm, "_has_library_of_blocks", lambda device: True)
+
+    def has(out_features, in_features, group_size=128, dtype=torch.bfloat16):
+        weight = torch.empty(out_features, in_features, dtype=FP8)
+        return fp8_gemm._has_library(QuantTensor(weight, weight), group_size, dtype)
+
+    assert has(320, 512) and has(320, 2560) and has(320, 640, None)
+    assert not has(320, 640) and not has(320, 384) and not has(328, 512)
+    assert not has(320, 512, dtype=torch.float16)
+    monkeypatch.undo()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        for version, cuda, expected in (
+            ("2.11.0+cu130", "13.0", True), ("2.9.1", "12.9", True), ("2.8.0", "13.0", False),
+            ("2.10.0a0+git1", "12.8", False), ("2.13.0", None, False),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch, "__version__", version)
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            assert fp8_gemm._has_library_of_blocks.__wrapped__(None) is expected
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the library has no such product on a CPU")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [65, 66, 67, 128, 333])
+def test_the_library_multiplies_blocks_as_we_do(num_rows, has_bias):
+    x, weight = make_product(num_rows, 320, 1024, 128)
+    if not fp8_gemm._has_library(weight, 128, torch.bfloat16):
+        pytest.skip("no library for products of blocks: needs Hopper, CUDA 12.9 and torch 2.9")
+    bias = torch.linspace(-2, 2, 320, device=DEVICE).bfloat16() if has_bias else None
+    options = {"group_size": 128, "dtype": torch.bfloat16}
+    ours = fp8_linear_triton(x, weight, bias, **options).float()
+    library = fp8_gemm._by_library(x, weight, bias, 128, torch.bfloat16)
+    assert torch.equal(library, fp8_linear(x, weight, bias, **options))  # which takes it
+    assert library.shape == ours.shape and library.is_contiguous()
+    largest = ours.abs().amax(dim=1, keepdim=True)
+    torch.testing.assert_close(library.float() / largest, ours / largest, rtol=0, atol=2**-7)
 
 
 def make_product(num_rows, out_features, in_features, group_size):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_triton
 from nanovllm.quantization.formats import BLOCK
-from nanovllm.quantization.kernels.quantize import QuantTensor
+from nanovllm.quantization.kernels.quantize import ROWS_OF_LIBRARY, QuantTensor
 
 _NUM_SMS = 132  # an H200's
 _MIN_PROGRAMS = 100  # fewer leave too many of them without work
@@ -16,6 +16,7 @@ _ALIGNMENT = 16  # what the library's kernels ask of both sides of a weight
 # Measured by tests/gpu/bench_fp8_tiles.py. Where a library kernel fits too, ours takes 64 us for
 # the products of a layer of Qwen3-8B at 48 rows and the library 105; at 256 rows 146 and 106.
 _MAX_ROWS_OF_OURS = 96
+_MAX_ROWS_OF_OURS_BY_BLOCKS = 64  # 256 rows of a layer of blocks: ours 172 us, the library's 114
 _MAX_ROWS_OF_SHARES = 128
 _LIBRARY_TILE = 128  # columns and rows of the result
 
@@ -50,13 +51,9 @@ def fp8_linear(
     """
     if not use_triton(x.data):
         return fp8_linear_reference(x, weight, bias, group_size=group_size, dtype=dtype)
-    if _has_library(weight, group_size, dtype) and x.data.shape[0] > _MAX_ROWS_OF_OURS:
-        # Not use_fast_accum, a tenth faster at 4,096 rows and 3 % at 256: the tensor core then adds
-        # up all of K and cuts each sum off at 14 bits, where now it hands blocks of K to float32.
-        # In a simulation sums of 4,096 err 1.3 times as far as rounding to bfloat16 alone, of
-        # 12,288 1.9 times; numbers whose mean is not 0 fare worse.
-        scales = (x.scale, weight.scale.view(1, -1))
-        return torch._scaled_mm(x.data, weight.data.t(), *scales, bias=bias, out_dtype=dtype)
+    limit = _MAX_ROWS_OF_OURS if group_size is None else _MAX_ROWS_OF_OURS_BY_BLOCKS
+    if x.data.shape[0] > limit and _has_library(weight, group_size, dtype):
+        return _by_library(x, weight, bias, group_size, dtype)
     return fp8_linear_triton(x, weight, bias, group_size=group_size, dtype=dtype)
 
 
@@ -76,8 +73,9 @@ def fp8_linear_shares(
             return fp8_linear_triton(x, weight, None, group_size=group_size, dtype=dtype, tile=tile)
         num_tiles = -(-num_rows // _LIBRARY_TILE) * -(-out_features // _LIBRARY_TILE)
         has_idle_half = num_rows > _MAX_ROWS_OF_SHARES and 2 * num_tiles <= _NUM_SMS
-        has_library = _has_library(weight, group_size, dtype)
-        if has_idle_half and has_library and in_features % (2 * _ALIGNMENT) == 0:
+        # Not of blocks: the scales of half a weight do not lie as the library wants them.
+        can_halve = group_size is None and in_features % (2 * _ALIGNMENT) == 0
+        if has_idle_half and can_halve and _has_library(weight, group_size, dtype):
             return fp8_linear_halves(x, weight, dtype)
     return fp8_linear(x, weight, None, group_size=group_size, dtype=dtype)
 
@@ -104,9 +102,43 @@ def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(main.device)
 
 
+def _by_library(
+    x: QuantTensor,
+    weight: QuantTensor,
+    bias: torch.Tensor | None,
+    group_size: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if group_size is None:
+        # Not use_fast_accum, a tenth faster at 4,096 rows and 3 % at 256: the tensor core then adds
+        # up all of K and cuts each sum off at 14 bits, where now it hands blocks of K to float32.
+        # In a simulation sums of 4,096 err 1.3 times as far as rounding to bfloat16 alone, of
+        # 12,288 1.9 times; numbers whose mean is not 0 fare worse.
+        scales = (x.scale, weight.scale.view(1, -1))
+        return torch._scaled_mm(x.data, weight.data.t(), *scales, bias=bias, out_dtype=dtype)
+    (num_rows, in_features), (_, num_padded) = x.data.shape, x.scale.stride()
+    assert num_padded % ROWS_OF_LIBRARY == 0, "memory is from empty_quantized"
+    data = x.data.as_strided((num_padded, in_features), (in_features, 1))
+    x_scale = x.scale.as_strided((num_padded, x.scale.shape[1]), (1, num_padded))
+    scales = (x_scale, weight.scale.t())
+    out = torch._scaled_mm(data, weight.data.t(), *scales, bias=bias, out_dtype=dtype)
+    return out[:num_rows]
+
+
 def _has_library(weight: QuantTensor, group_size: int | None, dtype: torch.dtype) -> bool:
-    is_aligned = not any(size % _ALIGNMENT for size in weight.data.shape)
-    return group_size is None and dtype is torch.bfloat16 and is_aligned
+    if dtype is not torch.bfloat16 or any(size % _ALIGNMENT for size in weight.data.shape):
+        return False
+    # Of blocks it reads scales of K by fours, and what is behind a row's end if there are fewer.
+    has_all_scales = weight.data.shape[1] % (4 * BLOCK) == 0
+    return group_size is None or (has_all_scales and _has_library_of_blocks(weight.data.device))
+
+
+@cache
+def _has_library_of_blocks(device: torch.device) -> bool:
+    """torch calls it since 2.9, CUDA has it since 12.9, and for compute capability 9.0 alone."""
+    versions = ((torch.__version__, (2, 9)), (torch.version.cuda or "0.0", (12, 9)))
+    is_new = all(tuple(map(int, v.split(".")[:2])) >= least for v, least in versions)
+    return is_new and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fp8_linear_reference(
@@ -156,7 +188,7 @@ def fp8_linear_triton(
     num_rows, in_features = x.data.shape
     out_features = weight.data.shape[0]
     assert x.data.is_contiguous() and weight.data.is_contiguous(), "K must be contiguous"
-    assert x.scale.is_contiguous() and weight.scale.is_contiguous(), "scales must be contiguous"
+    assert weight.scale.is_contiguous(), "scales of a weight must be contiguous"
     tile = tile or tile_for(num_rows, out_features)
     assert group_size is None or tile.block_k == BLOCK, "a scale a block of K"
     shape, splits = (num_rows, out_features), tile.num_splits
@@ -170,9 +202,9 @@ def fp8_linear_triton(
     num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n)
     _fp8_gemm_kernel[(num_tiles, splits)](
         x.data, x.scale, weight.data, weight.scale, weight.scale if bias is None else bias, out,
-        num_rows, OUT_FEATURES=out_features, IN_FEATURES=in_features, HAS_BIAS=bias is not None,
-        HAS_GROUPS=group_size is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, NUM_SPLITS=splits, num_warps=tile.num_warps,
+        num_rows, *x.scale.stride(), OUT_FEATURES=out_features, IN_FEATURES=in_features,
+        HAS_BIAS=bias is not None, HAS_GROUPS=group_size is not None, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_SPLITS=splits, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(out),
     )  # fmt: skip
     return out
@@ -205,20 +237,21 @@ def share_tile_for(num_rows: int, out_features: int, in_features: int) -> Tile |
 
 
 def _block_m(num_rows: int) -> int:
-    return 16 if num_rows <= 16 else 64 if num_rows <= _MAX_ROWS_OF_SHARES else 128
+    return 16 if num_rows <= 16 else 64
 
 
 def _tile(block_m: int, block_n: int, num_splits: int = 1) -> Tile:
     # In 96 KiB of shared memory, which Ada has too.
     num_stages = min(5 if block_m == 16 else 8, 96 * 1024 // (BLOCK * (block_m + block_n)))
-    return Tile(block_m, block_n, 8 if block_m == 128 else 4, num_stages, num_splits=num_splits)
+    return Tile(block_m, block_n, 4, num_stages, num_splits=num_splits)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or batches of 1 and of multiples of 16 compile anew
+# Or batches of 1 and of multiples of 16 would compile anew.
+@triton.jit(do_not_specialize=["num_rows", "scale_stride", "group_stride"])
 def _fp8_gemm_kernel(
-    x, x_scale, weight, weight_scale, bias, out, num_rows, OUT_FEATURES: tl.constexpr,
-    IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, x_scale, weight, weight_scale, bias, out, num_rows, scale_stride, group_stride,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
@@ -251,9 +284,9 @@ def _fp8_gemm_kernel(
     pdl_wait(PDL)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if HAS_GROUPS:
-        x_scales = x_scale + safe_rows * NUM_GROUPS
+        x_scales = x_scale + safe_rows * scale_stride
         readable = tl.minimum(first_group, NUM_GROUPS - 1)  # a last share may be empty
-        row_scales = tl.load(x_scales + readable)
+        row_scales = tl.load(x_scales + readable * group_stride)
         block_scale = tl.load(block_scales + readable)
     for group in range(first_group, end_group):
         if IN_FEATURES % BLOCK_K == 0:
@@ -266,7 +299,7 @@ def _fp8_gemm_kernel(
         if HAS_GROUPS:
             # Those of the next block, so that nothing waits for them behind the product.
             following = tl.minimum(group + 1, NUM_GROUPS - 1)
-            next_row_scales = tl.load(x_scales + following)
+            next_row_scales = tl.load(x_scales + following * group_stride)
             next_block_scale = tl.load(block_scales + following)
         # Added up outside of the tensor core, which keeps 14 bits of a sum of fp8 products.
         product = tl.dot(activations, weights)
@@ -277,7 +310,7 @@ def _fp8_gemm_kernel(
         x_pointers += BLOCK_K
         weight_pointers += BLOCK_K
     if not HAS_GROUPS:
-        sums *= tl.load(x_scale + safe_rows)[:, None]
+        sums *= tl.load(x_scale + safe_rows * scale_stride)[:, None]
         sums *= tl.load(weight_scale + safe_columns)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + safe_columns).to(tl.float32)[None, :]

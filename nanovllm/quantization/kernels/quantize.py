@@ -9,6 +9,7 @@ from nanovllm.kernels._triton import pdl_options, pdl_wait, tl, triton, use_trit
 from nanovllm.quantization.formats import BLOCK, FP8
 
 FP8_MAX = 448.0
+ROWS_OF_LIBRARY = 4  # it takes multiples of, with scales of groups
 _MIN_ABSMAX = 1e-12  # so that the scale of zeros is no zero
 _INVERSE_FP8_MAX_DEVICE = tl.constexpr(1 / FP8_MAX)
 _MIN_ABSMAX_DEVICE = tl.constexpr(_MIN_ABSMAX)
@@ -18,7 +19,9 @@ class QuantTensor(NamedTuple):
     """Numbers as `data * scale`, a scale for each row or each group of 128 in a row."""
 
     data: torch.Tensor  # [num_rows, size] float8_e4m3fn
-    scale: torch.Tensor  # [num_rows, num_groups] float32; of a weight of blocks [blocks, blocks]
+    # [num_rows, num_groups] float32, strided as `empty_quantized` says; of a weight of blocks
+    # [blocks, blocks]
+    scale: torch.Tensor
 
 
 def quantize(x: torch.Tensor, group_size: int | None) -> QuantTensor:
@@ -49,8 +52,8 @@ def quantize_triton(x: torch.Tensor, group_size: int | None) -> QuantTensor:
     block, group = tile(size, group_size)
     if num_rows:
         _quantize_kernel[(num_rows, triton.cdiv(size, block))](
-            x, out.data, out.scale, x.stride(0), SIZE=size, BLOCK=block, GROUP=group,
-            num_warps=num_warps(block), **pdl_options(x),
+            x, out.data, out.scale, x.stride(0), out.scale.stride(1),
+            SIZE=size, BLOCK=block, GROUP=group, num_warps=num_warps(block), **pdl_options(x),
         )  # fmt: skip
     return out
 
@@ -72,12 +75,18 @@ def quantize_blocks(weight: torch.Tensor) -> QuantTensor:
 def empty_quantized(
     num_rows: int, size: int, group_size: int | None, device: torch.device
 ) -> QuantTensor:
-    """Unwritten memory for `num_rows` rows."""
-    num_groups = 1 if group_size is None else -(-size // group_size)
-    return QuantTensor(
-        torch.empty((num_rows, size), dtype=FP8, device=device),
-        torch.empty((num_rows, num_groups), dtype=torch.float32, device=device),
-    )
+    """Return unwritten memory for `num_rows` rows.
+
+    Where scales go by groups, those of one group lie together, and behind both tensors there is
+    memory up to a multiple of 4 rows: the library wants it so (see `fp8_gemm`).
+    """
+    if group_size is None:
+        scale = torch.empty((num_rows, 1), dtype=torch.float32, device=device)
+        return QuantTensor(torch.empty((num_rows, size), dtype=FP8, device=device), scale)
+    num_padded = -(-num_rows // ROWS_OF_LIBRARY) * ROWS_OF_LIBRARY
+    scale = torch.empty((-(-size // group_size), num_padded), dtype=torch.float32, device=device)
+    data = torch.empty((num_padded, size), dtype=FP8, device=device)
+    return QuantTensor(data[:num_rows], scale.t()[:num_rows])
 
 
 def tile(size: int, group_size: int | None) -> tuple[int, int]:
@@ -103,8 +112,13 @@ def scaled_to_fp8(values):
 
 
 @triton.jit
-def store_quantized(values, data, scale, row, first, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Quantise [groups, group] numbers of a row, of which `first` is the first column."""
+def store_quantized(
+    values, data, scale, scale_stride, row, first, SIZE: tl.constexpr, GROUP: tl.constexpr
+):
+    """Quantise [groups, group] numbers of a row, of which `first` is the first column.
+
+    scale_stride: between the scales of one group and the next
+    """
     scaled, scales = scaled_to_fp8(values)
     groups = tl.arange(0, values.shape[0])
     columns = first + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -112,13 +126,13 @@ def store_quantized(values, data, scale, row, first, SIZE: tl.constexpr, GROUP: 
     tl.store(data + row * SIZE + columns, scaled.to(tl.float8e4nv), mask=columns < SIZE)
     groups += first // GROUP
     num_groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    tl.store(scale + row * num_groups + groups, scales, mask=groups < num_groups)
+    tl.store(scale + groups * scale_stride + row, scales, mask=groups < num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _quantize_kernel(
-    x, data, scale, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    x, data, scale, x_stride, scale_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -126,4 +140,4 @@ def _quantize_kernel(
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     columns += first
     values = tl.load(x + row * x_stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    store_quantized(values, data, scale, row, first, SIZE, GROUP)
+    store_quantized(values, data, scale, scale_stride, row, first, SIZE, GROUP)
