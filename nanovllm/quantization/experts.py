@@ -75,7 +75,7 @@ class Fp8Experts(Fp8Weights):
     ) -> torch.Tensor:
         """As that of Experts, rounded as `Fp8Linear` rounds."""
         group_size = self._format.group_size
-        rows = quantize(x, group_size)
+        rows = quantize(x, group_size, is_gathered=True)
         if not use_triton(x):
             plan = make_plan(expert_ids, self._num_experts, expert_ids.numel())
             return self._forward_reference(rows, plan, pair_weights)
@@ -83,7 +83,7 @@ class Fp8Experts(Fp8Weights):
         plan = make_plan(expert_ids, self._num_experts, config.block_m)
         scales = Scales(rows.scale, self.gate_up_proj_scale, group_size, x.dtype)
         activated = gate_up_triton(rows.data, self.gate_up_proj, plan, config.gate_up, scales)
-        rows = quantize(activated, group_size)
+        rows = quantize(activated, group_size, is_gathered=True)
         scales = Scales(rows.scale, self.down_proj_scale, group_size, x.dtype)
         return down_triton(rows.data, self.down_proj, plan, pair_weights, config.down, scales)
 

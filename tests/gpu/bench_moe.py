@@ -207,7 +207,7 @@ def check_fp8() -> None:
             experts: Any = layer.experts
             for n in (1, 7, 200, 513, 3000):
                 batch = make_batch(layer, n)
-                rows = quantize(batch.x, experts._format.group_size)
+                rows = quantize(batch.x, experts._format.group_size, is_gathered=True)
                 plan = make_plan_reference(batch.expert_ids, shape[1], n * shape[2])
                 expected = experts._forward_reference(rows, plan, batch.pair_weights).float()
                 ours = experts(batch.x, batch.pair_weights, batch.expert_ids).float()
@@ -326,7 +326,7 @@ def calls_of(
         weight = experts.gate_up_proj if is_gated else experts.down_proj
         scales = None
         if isinstance(experts, Fp8Experts):
-            x, x_scale = quantize(x, group_size)
+            x, x_scale = quantize(x, group_size, is_gathered=True)
             weight_scale = experts.gate_up_proj_scale if is_gated else experts.down_proj_scale
             scales = Scales(x_scale, weight_scale, group_size, torch.bfloat16)
         if is_gated:

@@ -190,6 +190,8 @@ def test_groups_lie_as_the_library_takes_them(num_rows):
         assert out.data.shape == (num_rows, 384) and out.data.is_contiguous()
         assert out.data.untyped_storage().nbytes() >= num_padded * 384
         assert out.scale.untyped_storage().nbytes() >= num_padded * 3 * 4
+    gathered, expected = quantize_triton(x, 128, is_gathered=True), quantize_triton(x, 128)
+    assert gathered.scale.is_contiguous() and torch.equal(gathered.scale, expected.scale)
 
 
 def test_when_the_library_multiplies_blocks(monkeypatch):

@@ -24,12 +24,15 @@ class QuantTensor(NamedTuple):
     scale: torch.Tensor
 
 
-def quantize(x: torch.Tensor, group_size: int | None) -> QuantTensor:
+def quantize(x: torch.Tensor, group_size: int | None, *, is_gathered: bool = False) -> QuantTensor:
     """Round to e4m3 with a scale that takes the largest of a row, or of each group, to 448.
 
-    x: [num_rows, size], rows may be strided; group_size: 128, or None for whole rows
+    x: [num_rows, size], rows may be strided; group_size: 128, or None for whole rows;
+    is_gathered: rows will be read in any order, so that the scales of one should lie together
     """
-    return (quantize_triton if use_triton(x) else quantize_reference)(x, group_size)
+    if use_triton(x):
+        return quantize_triton(x, group_size, is_gathered=is_gathered)
+    return quantize_reference(x, group_size)
 
 
 def quantize_reference(x: torch.Tensor, group_size: int | None) -> QuantTensor:
@@ -44,15 +47,17 @@ def quantize_reference(x: torch.Tensor, group_size: int | None) -> QuantTensor:
     return QuantTensor(scaled.view(num_rows, num_groups * group)[:, :size].to(FP8), scale)
 
 
-def quantize_triton(x: torch.Tensor, group_size: int | None) -> QuantTensor:
+def quantize_triton(
+    x: torch.Tensor, group_size: int | None, *, is_gathered: bool = False
+) -> QuantTensor:
     """Triton form of `quantize`: a program takes a row, or a few groups of it."""
     assert x.stride(1) == 1, "rows must be contiguous"
     num_rows, size = x.shape
-    out = empty_quantized(num_rows, size, group_size, x.device)
+    out = empty_quantized(num_rows, size, group_size, x.device, is_gathered=is_gathered)
     block, group = tile(size, group_size)
     if num_rows:
         _quantize_kernel[(num_rows, triton.cdiv(size, block))](
-            x, out.data, out.scale, x.stride(0), out.scale.stride(1),
+            x, out.data, out.scale, x.stride(0), *out.scale.stride(),
             SIZE=size, BLOCK=block, GROUP=group, num_warps=num_warps(block), **pdl_options(x),
         )  # fmt: skip
     return out
@@ -73,20 +78,23 @@ def quantize_blocks(weight: torch.Tensor) -> QuantTensor:
 
 
 def empty_quantized(
-    num_rows: int, size: int, group_size: int | None, device: torch.device
-) -> QuantTensor:
+    num_rows: int, size: int, group_size: int | None, device: torch.device, *,
+    is_gathered: bool = False,
+) -> QuantTensor:  # fmt: skip
     """Return unwritten memory for `num_rows` rows.
 
-    Where scales go by groups, those of one group lie together, and behind both tensors there is
-    memory up to a multiple of 4 rows: the library wants it so (see `fp8_gemm`).
+    The scales of a group lie together, and behind both tensors is memory up to a multiple of 4
+    rows, as the library wants it (see `fp8_gemm`); where rows are gathered, those of one row do.
     """
     if group_size is None:
         scale = torch.empty((num_rows, 1), dtype=torch.float32, device=device)
         return QuantTensor(torch.empty((num_rows, size), dtype=FP8, device=device), scale)
+    num_groups = -(-size // group_size)
     num_padded = -(-num_rows // ROWS_OF_LIBRARY) * ROWS_OF_LIBRARY
-    scale = torch.empty((-(-size // group_size), num_padded), dtype=torch.float32, device=device)
+    shape = (num_padded, num_groups) if is_gathered else (num_groups, num_padded)
+    scale = torch.empty(shape, dtype=torch.float32, device=device)
     data = torch.empty((num_padded, size), dtype=FP8, device=device)
-    return QuantTensor(data[:num_rows], scale.t()[:num_rows])
+    return QuantTensor(data[:num_rows], (scale if is_gathered else scale.t())[:num_rows])
 
 
 def tile(size: int, group_size: int | None) -> tuple[int, int]:
@@ -113,12 +121,10 @@ def scaled_to_fp8(values):
 
 @triton.jit
 def store_quantized(
-    values, data, scale, scale_stride, row, first, SIZE: tl.constexpr, GROUP: tl.constexpr
-):
-    """Quantise [groups, group] numbers of a row, of which `first` is the first column.
-
-    scale_stride: between the scales of one group and the next
-    """
+    values, data, scale, scale_stride, group_stride, row, first, SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Quantise [groups, group] numbers of a row, of which `first` is the first column."""
     scaled, scales = scaled_to_fp8(values)
     groups = tl.arange(0, values.shape[0])
     columns = first + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -126,13 +132,14 @@ def store_quantized(
     tl.store(data + row * SIZE + columns, scaled.to(tl.float8e4nv), mask=columns < SIZE)
     groups += first // GROUP
     num_groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    tl.store(scale + groups * scale_stride + row, scales, mask=groups < num_groups)
+    target = scale + row * scale_stride + groups * group_stride
+    tl.store(target, scales, mask=groups < num_groups)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def _quantize_kernel(
-    x, data, scale, x_stride, scale_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    x, data, scale, x_stride, scale_stride, group_stride, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -140,4 +147,4 @@ def _quantize_kernel(
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     columns += first
     values = tl.load(x + row * x_stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    store_quantized(values, data, scale, scale_stride, row, first, SIZE, GROUP)
+    store_quantized(values, data, scale, scale_stride, group_stride, row, first, SIZE, GROUP)

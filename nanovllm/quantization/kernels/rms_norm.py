@@ -58,17 +58,17 @@ def rms_norm_quantized_triton(
     if num_tokens:
         _rms_norm_quantized_kernel[(num_tokens,)](
             x, residual, weight, out.data, out.scale, x.stride(0), x.stride(-2), total.stride(0),
-            out.scale.stride(1), eps, HIDDEN_SIZE=hidden_size, BLOCK=block,
+            *out.scale.stride(), eps, HIDDEN_SIZE=hidden_size, BLOCK=block,
             GROUP=group_size or block, NUM_SPLITS=num_splits, num_warps=num_warps(block),
             **pdl_options(x),
         )  # fmt: skip
     return out, total
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def _rms_norm_quantized_kernel(
-    x, residual, weight, data, scale, split_stride, x_stride, residual_stride, scale_stride, eps,
-    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    x, residual, weight, data, scale, split_stride, x_stride, residual_stride, scale_stride,
+    group_stride, eps, HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -78,4 +78,5 @@ def _rms_norm_quantized_kernel(
         x, residual, weight, row, columns, split_stride, x_stride, residual_stride, eps,
         HIDDEN_SIZE, NUM_SPLITS, PDL,
     )  # fmt: skip
-    store_quantized(normed.to(tl.float32), data, scale, scale_stride, row, 0, HIDDEN_SIZE, GROUP)
+    normed = normed.to(tl.float32)
+    store_quantized(normed, data, scale, scale_stride, group_stride, row, 0, HIDDEN_SIZE, GROUP)

@@ -52,7 +52,7 @@ def silu_and_mul_quantized_triton(gate_up: torch.Tensor, group_size: int | None)
     else:
         block, group = tile(size, group_size)
         _silu_and_mul_groups_kernel[(num_tokens, triton.cdiv(size, block))](
-            gate_up, out.data, out.scale, gate_up.stride(0), out.scale.stride(1),
+            gate_up, out.data, out.scale, gate_up.stride(0), *out.scale.stride(),
             SIZE=size, BLOCK=block, GROUP=group, num_warps=num_warps(block),
             **pdl_options(gate_up),
         )  # fmt: skip
@@ -85,17 +85,17 @@ def _silu_and_mul_row_kernel(
     tl.store(scale + row + tl.arange(0, 1), scales)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def _silu_and_mul_groups_kernel(
-    gate_up, data, scale, gate_up_stride, scale_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    gate_up, data, scale, gate_up_stride, scale_stride, group_stride, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     columns = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = _activated(gate_up + row * gate_up_stride, first + columns, SIZE)
-    store_quantized(values, data, scale, scale_stride, row, first, SIZE, GROUP)
+    store_quantized(values, data, scale, scale_stride, group_stride, row, first, SIZE, GROUP)
 
 
 @triton.jit
