@@ -10,7 +10,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, Placement
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import fill_with_noise
-from nanovllm.moe.layer import Experts, SparseMLP
+from nanovllm.moe.layer import Experts, SparseMLP, one_by_one
 from nanovllm.quantization.experts import Fp8Experts
 from nanovllm.quantization.formats import FORMATS, FP8, Fp8Format
 from nanovllm.quantization.kernels.quantize import QuantTensor
@@ -82,11 +82,13 @@ class Fp8Decoder(DecoderForCausalLM):
         A checkpoint that says its weights are fp8 must hold such; only a part, from a trainer, may
         be of another dtype, and then comes without scales.
         """
+        weights = self._one_by_one(weights)
         if self._scale_name is not None and not partial:
             weights = _only_fp8(weights)
         super().load_weights(weights, partial=partial)
 
     def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        weights = list(self._one_by_one(weights))
         super().check_weights(weights)
         if self._scale_name is None:
             return
@@ -94,7 +96,10 @@ class Fp8Decoder(DecoderForCausalLM):
         for name, tensor in weights:
             stem, _, last = name.rpartition(".")
             if last == self._scale_name:
-                check_scales(tensor)
+                try:
+                    check_scales(tensor)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
                 if dtypes.get(f"{stem}.weight") is not FP8:
                     raise ValueError(f"{name} comes without {stem}.weight in {FP8}.")
             elif dtypes[name] is FP8 and f"{stem}.{self._scale_name}" not in dtypes:
@@ -109,6 +114,13 @@ class Fp8Decoder(DecoderForCausalLM):
                     module.fill_with_noise(generator)
                 elif not any(True for _ in module.children()):
                     fill_with_noise(module, generator)
+
+    def _one_by_one(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Take stacked experts apart before names are looked at: scales come for each matrix."""
+        moe = self.config.moe
+        return weights if moe is None else one_by_one(weights, moe.num_experts)
 
     @property
     def _scale_name(self) -> str | None:

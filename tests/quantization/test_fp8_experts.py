@@ -12,6 +12,7 @@ from fp8_checkpoints import (
     QWEN_CONFIG,
     RoundingOracle,
     quantized_weights,
+    stack_experts,
     write_quantized,
 )
 from safetensors.torch import load_file, save_file
@@ -166,24 +167,57 @@ def test_engines_answer_alike_and_trainers_replace_experts(make_llm, checkpoints
     assert set(changed[:, 0].tolist()) == {3} and int(changed[:, 1].min()) >= 256
 
 
+def stacked(tensors):
+    """The experts' weights as transformers 5 has them in memory."""
+    tensors = {n: t for n, t in tensors.items() if ".experts." in n and n.endswith("weight")}
+    stack_experts(tensors, "model.layers.0.mlp.experts", SIZES["num_experts"])
+    return tensors
+
+
 def test_a_trainers_stacked_experts_are_quantised(checkpoints):
     model, expected = load(checkpoints["online"]), load(checkpoints["other"])
-    plain = load_file(checkpoints["other"] / "model.safetensors")
-    parts = {
-        part: [plain[f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"] for i in range(6)]
-        for part in ("gate", "up", "down")
-    }
-    gate_up = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
-    stacked = [
-        ("model.layers.0.mlp.experts.gate_up_proj", torch.stack(gate_up)),
-        ("model.layers.0.mlp.experts.down_proj", torch.stack(parts["down"])),
-    ]
-    model.check_weights(stacked)
-    model.load_weights(stacked, partial=True)
+    pairs = list(stacked(load_file(checkpoints["other"] / "model.safetensors")).items())
+    model.check_weights(pairs)
+    model.load_weights(pairs, partial=True)
     for ours, theirs in zip(
         weights_of(experts_of(model)), weights_of(experts_of(expected)), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_scales_and_a_stack_that_is_not_fp8_are_no_checkpoint(checkpoints, tmp_path, kind):
+    """The stack was quantised here, and its scales replaced by those of other numbers."""
+    tensors = quantized_weights(checkpoints["online"], kind)[0]
+    plain = stacked(load_file(checkpoints["online"] / "model.safetensors"))
+    kept = {n: t for n, t in tensors.items() if ".experts." not in n or "scale" in n}
+    (tmp_path / "config.json").write_bytes((checkpoints[kind] / "config.json").read_bytes())
+    save_file({**kept, **plain}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts.0.\w+_proj.weight is torch.float32, but quant"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_stack_of_fp8_comes_with_a_scale_for_each_matrix(checkpoints, kind):
+    tensors = quantized_weights(checkpoints["online"], kind)[0]
+    scales = {n: t for n, t in tensors.items() if ".experts." in n and "scale" in n}
+    pairs = [*stacked(tensors).items(), *scales.items()]
+    model = load(checkpoints[kind])
+    before = weights_of(experts_of(model))
+    model.check_weights(pairs)
+    model.load_weights(pairs, partial=True)
+    assert all(map(torch.equal, weights_of(experts_of(model)), before))
+    missing = r"experts.0.gate_proj.weight in .* without .*experts.0.gate_proj.weight_scale"
+    with pytest.raises(ValueError, match=missing):
+        model.check_weights(pairs[:2])
+
+
+def test_scales_that_are_none_are_named_in_an_update(checkpoints):
+    tensors = quantized_weights(checkpoints["online"], "channel")[0]
+    weight, scale = f"{EXPERT}.up_proj.weight", f"{EXPERT}.up_proj.weight_scale"
+    pairs = [(weight, tensors[weight]), (scale, -tensors[scale])]
+    with pytest.raises(ValueError, match=f"{scale}: 256 of 256 scales are negative"):
+        load(checkpoints["channel"]).check_weights(pairs)
 
 
 @pytest.mark.parametrize(
