@@ -51,8 +51,8 @@ LARGE = cuts(
 )
 # With batches that do not fill their tiles.
 SWEEP = {
-    4: SMALL, 16: SMALL, 48: MIDDLE, 64: MIDDLE, 96: [*MIDDLE, *LARGE], 128: [*MIDDLE, *LARGE],
-    256: LARGE,
+    4: SMALL, 16: SMALL, 48: MIDDLE, 64: MIDDLE,
+    96: [*MIDDLE, *LARGE], 128: [*MIDDLE, *LARGE], 256: [*MIDDLE, *LARGE],
 }  # fmt: skip
 
 
