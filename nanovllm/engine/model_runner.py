@@ -237,7 +237,7 @@ class ModelRunner:
         """
         sizes = [size for size in KERNEL_BATCHES if size < self._config.max_num_seqs]
         jobs = [partial(self._decode_step, size) for size in (*sizes, self._config.max_num_seqs)]
-        longest = min(LONG_PROMPT, self._config.max_num_batched_tokens)
+        longest = min(LONG_PROMPT, self._config.max_num_batched_tokens, self._max_model_len)
         prompts = [np.full(1, length, dtype=np.int32) for length in (1, longest)]
         jobs += [partial(self._run_blank_prefills, *prompts), partial(self.calibrate)]
         # Collectives of several ranks must be called in one order.
