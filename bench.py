@@ -4,6 +4,7 @@ python bench.py --model DIR                  # 256 requests of 100-1024 tokens i
 python bench.py --size 0.6B                  # random weights from a config alone, no files
 python bench.py --size 8B --engine-options max_num_seqs=256,enforce_eager=True
 python bench.py --size 30B-A3B               # mixtures of experts: 61 GB of weights
+python bench.py --size 8B --fp8-blocks       # as Qwen3-8B-FP8 is
 python bench.py --size 0.6B --profile /tmp/p # torch.profiler trace and a table of kernels
 python bench.py --size 8B --engine-options tensor_parallel_size=2   # --profile too, of rank 0
 python bench.py --size 8B --num-seqs 512 --data-parallel 2          # an engine on each of two GPUs
@@ -84,7 +85,14 @@ def vocab_size(llm: Any) -> int:
     return int(owner.model_config.vocab_size)
 
 
-def write_config(size: str, directory: Path) -> Path:
+# What Qwen's -FP8 releases say of their weights
+FP8_BLOCKS = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}  # fmt: skip
+
+
+def write_config(size: str, directory: Path, *, has_fp8_blocks: bool = False) -> Path:
     """A Qwen3 config.json of published size, for load_format="dummy"."""
     hidden, layers, heads, intermediate, tied = SIZES[size]
     config = {
@@ -95,7 +103,10 @@ def write_config(size: str, directory: Path) -> Path:
         "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16", "vocab_size": 151936,
     }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config | SPARSE.get(size, {})))
+    config |= SPARSE.get(size, {})
+    if has_fp8_blocks:
+        config["quantization_config"] = FP8_BLOCKS
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
@@ -200,6 +211,9 @@ def main() -> None:
     )
     parser.add_argument("--model", help="a model directory or hub id")
     parser.add_argument("--size", choices=SIZES, help="Qwen3 of this size with random weights")
+    parser.add_argument(
+        "--fp8-blocks", action="store_true", help="with --size: weights as in Qwen's -FP8 releases"
+    )
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--input-len", type=int, default=1024, help="longest prompt")
     parser.add_argument("--output-len", type=int, default=1024, help="longest answer")
@@ -217,6 +231,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) == (args.size is None):
         parser.error("pass one of --model and --size")
+    if args.fp8_blocks and args.size is None:
+        parser.error("--fp8-blocks is for --size: a checkpoint of --model says itself what it is")
     if args.data_parallel and args.profile:
         parser.error("--profile looks into one engine: leave out --data-parallel")
     if args.profile:
@@ -240,7 +256,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = args.model
         if args.size:
-            model = str(write_config(args.size, Path(directory)))
+            place = Path(directory)
+            model = str(write_config(args.size, place, has_fp8_blocks=args.fp8_blocks))
             options = {"load_format": "dummy", **options}
         if args.data_parallel:
             llm: Any = DataParallelLLM(model, data_parallel_size=args.data_parallel, **options)

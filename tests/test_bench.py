@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import bench
+from nanovllm.quantization.model import quantized_class
 
 MODEL = str(Path(__file__).parent / "tiny-qwen3")
 SIZES = ["--num-seqs", "4", "--input-len", "9", "--output-len", "3", "--runs", "1"]
@@ -26,9 +27,25 @@ def test_prompts_are_of_the_models_vocabulary(monkeypatch, capsys):
     assert "start-up:" in out and "run 1: 36 tokens in, 12 out" in out
 
 
+def test_dummy_weights_may_be_those_of_an_fp8_release(monkeypatch, capsys):
+    monkeypatch.setitem(bench.SIZES, "0.6B", (256, 1, 8, 256, True))
+    options = "device=cpu,dtype=float32,cpu_kvcache_space_gib=0.05,max_model_len=64"
+    small = ["--size", "0.6B", "--fp8-blocks", *SIZES, "--engine-options", options]
+    kinds = []
+    load = quantized_class
+    monkeypatch.setattr(
+        "nanovllm.quantization.model.quantized_class",
+        lambda model_class: kinds.append(model_class.__name__) or load(model_class),
+    )
+    run(monkeypatch, *small)
+    assert kinds == ["Qwen3ForCausalLM"]
+    assert "run 1: 36 tokens in, 12 out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["--model", MODEL, "--fp8-blocks"], "--fp8-blocks is for --size"),
         ([], "pass one of --model and --size"),
         (["--model", MODEL, "--engine-options", "enforce_eager"], "got 'enforce_eager'"),
         (["--model", MODEL, "--profile", "p"], "torch sees no GPU"),
