@@ -41,11 +41,11 @@ class ExpertsConfig:
 
 
 class Scales(NamedTuple):
-    """What products of fp8 numbers stand for, and in which dtype they come out."""
+    """Scales of fp8 rows and weights, float32, and the dtype that products come out in."""
 
-    x: torch.Tensor  # [num_rows, 1] float32, or a scale a group of `group_size`
-    weight: torch.Tensor  # [num_experts, out_features, 1] float32, or a scale a square block
-    group_size: int | None
+    x: torch.Tensor  # [num_rows, num_groups], any strides; one group if group_size is None
+    weight: torch.Tensor  # [num_experts, out_features, 1], or [num_experts, blocks, num_groups]
+    group_size: int | None  # numbers of a row that share a scale, and side of a weight's blocks
     dtype: torch.dtype
 
 
@@ -57,7 +57,7 @@ _CONFIGS = {
     48: ExpertsConfig(64, TileConfig(256, 64, 8, 4), TileConfig(128, 64, 8, 4, 8)),
 }
 _LARGEST = ExpertsConfig(128, TileConfig(256, 64, 8, 4, 8), TileConfig(256, 64, 8, 4, 8))
-# The same with --fp8 block.
+# The same with --fp8 block, within 5 % also of a scale a row.
 _FP8_CONFIGS = {
     8: ExpertsConfig(16, TileConfig(64, 128, 2, 5), TileConfig(128, 128, 4, 3)),
     16: ExpertsConfig(32, TileConfig(128, 128, 4, 3), TileConfig(128, 128, 4, 4)),

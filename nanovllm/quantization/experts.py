@@ -78,7 +78,7 @@ class Fp8Experts(Fp8Weights):
         rows = quantize(x, group_size, is_gathered=True)
         if not use_triton(x):
             plan = make_plan(expert_ids, self._num_experts, expert_ids.numel())
-            return self._forward_reference(rows, plan, pair_weights)
+            return self._forward_reference(rows, plan, pair_weights, x.dtype)
         config = config_for(expert_ids.numel(), self._num_experts, FP8)
         plan = make_plan(expert_ids, self._num_experts, config.block_m)
         scales = Scales(rows.scale, self.gate_up_proj_scale, group_size, x.dtype)
@@ -88,15 +88,17 @@ class Fp8Experts(Fp8Weights):
         return down_triton(rows.data, self.down_proj, plan, pair_weights, config.down, scales)
 
     def _forward_reference(
-        self, rows: QuantTensor, plan: Plan, pair_weights: torch.Tensor
+        self, rows: QuantTensor, plan: Plan, pair_weights: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Plain torch form of `forward`: all as float32."""
+        """Plain torch form of `forward`: products in float32."""
         group_size = self._format.group_size
-        wide = [dequantize_weight(QuantTensor(*pair), group_size) for pair in self.matrices()]
-        gate_up, down = (
-            torch.stack(wide[: self._num_experts]), torch.stack(wide[self._num_experts :])
-        )  # fmt: skip
-        activated = gate_up_reference(dequantize(rows, group_size), gate_up, plan).to(self._dtype)
+
+        def wide(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            pairs = map(QuantTensor, weights, scales)
+            return torch.stack([dequantize_weight(pair, group_size) for pair in pairs])
+
+        gate_up = wide(self.gate_up_proj, self.gate_up_proj_scale)
+        activated = gate_up_reference(dequantize(rows, group_size), gate_up, plan).to(dtype)
         rows = quantize(activated, group_size)
-        shares = down_reference(dequantize(rows, group_size), down, plan, pair_weights)
-        return shares.to(self._dtype)
+        down = wide(self.down_proj, self.down_proj_scale)
+        return down_reference(dequantize(rows, group_size), down, plan, pair_weights).to(dtype)
