@@ -53,10 +53,9 @@ def test_held_out_sums_come_out_right_as_completions_and_as_chats(
     llm = make_llm(demo_model, device="cpu", **{"max_num_seqs": 256, **options})
     outputs = llm.generate([question for question, _ in sums], GREEDY, use_tqdm=False)
     assert share_right(outputs, sums) >= 0.99
-    sums = sums[::4]  # what chat does besides shows at once
     conversations = [[{"role": "user", "content": question}] for question, _ in sums]
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
-    assert share_right(outputs, sums) >= 0.98
+    assert share_right(outputs, sums) >= 0.99
     blocks = llm._engine.scheduler.blocks
     assert blocks.num_free_blocks == blocks.num_blocks
 

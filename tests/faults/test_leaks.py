@@ -13,7 +13,7 @@ from programs import ROOT
 @pytest.mark.parametrize(
     "words",
     [
-        "--engines 8 --calls 200",
+        "--engines 12 --calls 300",
         pytest.param("--engines 200 --calls 10000", marks=pytest.mark.nightly),
         pytest.param(
             "--engines 12 --calls 300 --tensor-parallel-size 2", marks=pytest.mark.nightly

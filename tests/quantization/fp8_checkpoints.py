@@ -1,14 +1,21 @@
-"""fp8 checkpoints as others write them, made here from a plain one without our own code."""
+"""fp8 checkpoints as others write them, made from a plain one without our own code, and loaded."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import model_harness
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.model_config import load_model_config
+from nanovllm.utils.loader import load_model
 
 FP8 = torch.float8_e4m3fn
 QWEN_CONFIG = {
@@ -90,6 +97,16 @@ def write_quantized(source: Path, target: Path, kind: str) -> Path:
     (target / "config.json").write_text(json.dumps(config))
     save_file(quantized_weights(source, kind)[0], target / "model.safetensors")
     return target
+
+
+def load(directory: Path, **options: Any) -> DecoderForCausalLM:
+    """Load a checkpoint as ours; a plain one is quantised on loading."""
+    config = load_model_config(directory)
+    if config.quantization is None:
+        config = replace(config, quantization="fp8")
+    model = model_harness.build(config, **options)
+    load_model(model, directory)
+    return model
 
 
 def rounded(x: torch.Tensor, group_size: int | None) -> torch.Tensor:

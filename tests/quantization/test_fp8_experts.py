@@ -11,6 +11,7 @@ from fp8_checkpoints import (
     COMPRESSED_TENSORS_CONFIG,
     QWEN_CONFIG,
     RoundingOracle,
+    load,
     quantized_weights,
     stack_experts,
     write_quantized,
@@ -37,7 +38,6 @@ from nanovllm.quantization.experts import Fp8Experts
 from nanovllm.quantization.formats import with_quantization
 from nanovllm.quantization.kernels.fp8_gemm import dequantize, dequantize_weight
 from nanovllm.quantization.kernels.quantize import QuantTensor, quantize, quantize_blocks
-from nanovllm.utils.loader import load_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
@@ -64,15 +64,6 @@ def checkpoints(tmp_path_factory):
     other = write_tiny(root / "other", "Qwen3MoeForCausalLM", seed=1, **SIZES)
     kinds = {kind: write_quantized(source, root / kind, kind) for kind in KINDS[1:]}
     return {"online": source, "other": other, **kinds}
-
-
-def load(directory, **options):
-    config = load_model_config(directory)
-    if config.quantization is None:
-        config = replace(config, quantization="fp8")
-    model = model_harness.build(config, **options)
-    load_model(model, directory)
-    return model
 
 
 def experts_of(model):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import model_harness
 import pytest
 import torch
-from fp8_checkpoints import RoundingOracle, quantized_weights, write_quantized
+from fp8_checkpoints import RoundingOracle, load, quantized_weights, write_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny, write_tiny_qwen3
 
@@ -18,7 +18,6 @@ from nanovllm.quantization.formats import FORMATS
 from nanovllm.quantization.kernels.fp8_gemm import dequantize_weight
 from nanovllm.quantization.linear import Fp8Linear
 from nanovllm.quantization.model import Fp8MLP, Fp8RMSNorm, quantized_class
-from nanovllm.utils.loader import load_model
 from nanovllm.utils.parallel import ParallelContext
 
 # On two ranks too projections are whole blocks; hidden_size is not. One layer: where a sum in
@@ -58,15 +57,6 @@ def checkpoints(plain, tmp_path_factory):
         "online": source,
         **{kind: write_quantized(source, root / kind, kind) for kind in ("channel", "block")},
     }
-
-
-def load(directory, **options):
-    config = load_model_config(directory)
-    if config.quantization is None:
-        config = replace(config, quantization="fp8")
-    model = model_harness.build(config, **options)
-    load_model(model, directory)
-    return model
 
 
 def assert_close(ours, expected):
