@@ -21,12 +21,9 @@ class AttentionBackend(Protocol):
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
-        dtype: torch.dtype, device: torch.device, scale: float | None = None,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        """Head counts are those of this rank; `scale` is head_dim**-0.5 unless given.
-
-        dtype: the KV cache's
-        """
+        """Head counts are those of this rank; dtype is the KV cache's."""
 
     def prepare(self, ctx: ForwardContext) -> Any:
         """Do what all layers share, once a step; the result becomes `ctx.attn_metadata`.

@@ -1,15 +1,11 @@
 """Attention with the flash-attn package for prefill, and our Triton kernel for decode."""
 
-import logging
-
 import torch
 from flash_attn import flash_attn_varlen_func
 
 from nanovllm.attention.backend import flash_attn_fits
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.utils.context import ForwardContext
-
-logger = logging.getLogger(__name__)
 
 _PAGE = 256  # flash-attn's paged kernels need pages of a multiple of this
 

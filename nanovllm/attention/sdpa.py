@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.kernels.paged_attention import dequantised, gather_pages
 from nanovllm.kernels.store_kv import as_words
 from nanovllm.utils.context import ForwardContext
 
@@ -21,9 +20,9 @@ class SdpaBackend:
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
-        dtype: torch.dtype, device: torch.device, scale: float | None = None,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        self._scale = head_dim**-0.5 if scale is None else scale
+        self._scale = head_dim**-0.5
 
     def prepare(self, ctx: ForwardContext) -> Any:
         return None
@@ -43,12 +42,38 @@ class SdpaBackend:
             # In fp8 never the fresh ones: answers must not depend on how prompts are cut.
             if ctx.has_cached_prefix or kv_scale is not None:
                 pages = (ctx.block_tables[seq], seq_len, kv_scale, q.dtype)
-                keys, values = gather_pages(k_cache, 0, *pages), gather_pages(v_cache, 1, *pages)
+                keys, values = gather_pages(k_cache, v_cache, *pages)
             else:
                 keys, values = k[begin:end], v[begin:end]
             out[begin:end] = causal_attention(q[begin:end], keys, values, self._scale)
             begin = end
         return out
+
+
+def gather_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int,
+    kv_scale: torch.Tensor | None, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return one sequence's keys and values, [seq_len, num_kv_heads, head_dim] each, in `dtype`.
+
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], block_table: [max_blocks]
+    int32, kv_scale: [2, num_kv_heads] float32 for a cache in fp8
+    """
+    blocks = block_table[: -(-seq_len // k_cache.shape[1])].long()
+    keys, values = (as_words(c)[blocks].flatten(0, 1)[:seq_len] for c in (k_cache, v_cache))
+    keys, values = keys.view(k_cache.dtype), values.view(v_cache.dtype)
+    return dequantised(keys, 0, kv_scale, dtype), dequantised(values, 1, kv_scale, dtype)
+
+
+def dequantised(
+    x: torch.Tensor, index: int, kv_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return keys (index 0) or values (1) out of a cache as values to compute with, x's shape.
+
+    x: [..., num_kv_heads, head_dim], kv_scale: [2, num_kv_heads] float32 if the cache is fp8
+    """
+    # Scales are powers of two, so nothing is rounded.
+    return x.to(dtype) if kv_scale is None else x.to(dtype) * kv_scale[index, :, None].to(dtype)
 
 
 def causal_attention(

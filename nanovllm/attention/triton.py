@@ -16,9 +16,9 @@ class TritonBackend:
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int,
-        dtype: torch.dtype, device: torch.device, scale: float | None = None,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        self._scale = head_dim**-0.5 if scale is None else scale
+        self._scale = head_dim**-0.5
         self._plan = DecodePlan(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             max_num_seqs=max_num_seqs, dtype=dtype, device=device,

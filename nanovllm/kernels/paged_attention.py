@@ -19,69 +19,13 @@ _UNPACK_E4M3 = (
 )
 
 
-def paged_attention_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
-    kv_scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """As `paged_attention_triton`, row by row and in float32; `work` is not used."""
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for row, seq_len in enumerate(seq_lens.tolist()):
-        if seq_len:
-            pages = (block_tables[row], seq_len, kv_scale)
-            out[row] = attend_to_pages(q[row : row + 1], k_cache, v_cache, *pages, scale)[0]
-    return out
-
-
-def attend_to_pages(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-    seq_len: int, kv_scale: torch.Tensor | None, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    """Attend causally from the last tokens of one sequence, in float32; for references.
-
-    q: [num_queries, num_heads, head_dim], block_table: [max_blocks] int32
-    """
-    group = q.shape[1] // k_cache.shape[2]
-    pages = (block_table, seq_len, kv_scale)
-    keys = gather_pages(k_cache, 0, *pages).repeat_interleave(group, dim=1)
-    values = gather_pages(v_cache, 1, *pages).repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,lhd->hql", q.float(), keys) * scale
-    positions = torch.arange(seq_len, device=q.device)
-    is_hidden = positions > positions[seq_len - len(q) :, None]
-    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hql,lhd->qhd", weights, values).to(q.dtype)
-
-
-def gather_pages(
-    cache: torch.Tensor, index: int, block_table: torch.Tensor, seq_len: int,
-    kv_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:  # fmt: skip
-    """Return one sequence's keys (index 0) or values (1), [seq_len, num_kv_heads, head_dim].
-
-    cache: [num_blocks, block_size, num_kv_heads, head_dim], block_table: [max_blocks] int32
-    """
-    num_blocks = -(-seq_len // cache.shape[1])
-    words = as_words(cache)[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
-    return dequantised(words.view(cache.dtype), index, kv_scale, dtype)
-
-
-def dequantised(
-    x: torch.Tensor, index: int, kv_scale: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return keys (index 0) or values (1) out of a cache as values to compute with, x's shape.
-
-    x: [..., num_kv_heads, head_dim], kv_scale: [2, num_kv_heads] float32 if the cache is fp8
-    """
-    # Scales are powers of two, so nothing is rounded.
-    return x.to(dtype) if kv_scale is None else x.to(dtype) * kv_scale[index, :, None].to(dtype)
-
-
 def paged_attention_triton(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, scale: float, work: DecodeWork | None,
-    kv_scale: torch.Tensor | None = None,
+    seq_lens: torch.Tensor, scale: float, work: DecodeWork, kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend from one query per row to the row's cached tokens, [num_seqs, num_heads, head_dim].
+
+    The torch form is `nanovllm.attention.sdpa.decode_attention`.
 
     Args:
         q: [num_seqs, num_heads, head_dim], rows may be strided
@@ -93,7 +37,6 @@ def paged_attention_triton(
             programmatic dependent launch) must have been launched
         kv_scale: [2, num_kv_heads] float32 for a cache in fp8, as `store_kv` has it
     """
-    assert work is not None, "the kernel takes its work from the list"
     plan = work.plan
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]

@@ -3,24 +3,9 @@
 import torch
 
 from nanovllm.kernels._triton import tl, triton
-from nanovllm.kernels.paged_attention import attend_to_pages, block_ids
+from nanovllm.kernels.paged_attention import block_ids
 
 _LOG2_E = 1.4426950408889634
-
-
-def paged_prefill_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, scale: float,
-    kv_scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """As `paged_prefill_triton`, sequence by sequence and in float32."""
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    edges = cu_seqlens_q.tolist()
-    for seq, seq_len in enumerate(seq_lens.tolist()):
-        chunk = slice(edges[seq], edges[seq + 1])
-        pages = (block_tables[seq], seq_len, kv_scale)
-        out[chunk] = attend_to_pages(q[chunk], k_cache, v_cache, *pages, scale)
-    return out
 
 
 def paged_prefill_triton(
@@ -32,7 +17,7 @@ def paged_prefill_triton(
     """Attend causally from packed chunks to their sequences, [num_tokens, num_heads, head_dim].
 
     A chunk's queries are the last tokens of its `seq_len`. Rows of q after the last chunk come out
-    undefined.
+    undefined. The torch form of a chunk is `nanovllm.attention.sdpa.causal_attention`.
 
     Args:
         q: [num_tokens, num_heads, head_dim], rows may be strided

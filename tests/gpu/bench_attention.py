@@ -19,13 +19,10 @@ from dataclasses import replace
 
 import torch
 
+from nanovllm.attention.sdpa import causal_attention, decode_attention, gather_pages
 from nanovllm.kernels.decode_plan import DecodePlan, DecodeTuning, DecodeWork, default_tuning
-from nanovllm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
-from nanovllm.kernels.paged_prefill import (
-    default_blocks,
-    paged_prefill_reference,
-    paged_prefill_triton,
-)
+from nanovllm.kernels.paged_attention import paged_attention_triton
+from nanovllm.kernels.paged_prefill import default_blocks, paged_prefill_triton
 from tests.gpu.needs_gpu import need_gpus
 
 DEVICE, DTYPE, FP8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
@@ -71,11 +68,15 @@ class DecodeCase:
         self.spacer.zero_()  # an ordinary kernel stands between, as the embedding does
         return work
 
-    def attend(self, layer: int, work: DecodeWork | None) -> torch.Tensor:
-        function = paged_attention_reference if work is None else paged_attention_triton
+    def attend(self, layer: int, work: DecodeWork) -> torch.Tensor:
         k_cache, v_cache = self.kv_cache[0, layer], self.kv_cache[1, layer]
         tensors = (self.q, k_cache, v_cache, self.block_tables, self.seq_lens)
-        return function(*tensors, HEAD_DIM**-0.5, work, self.kv_scale)
+        return paged_attention_triton(*tensors, HEAD_DIM**-0.5, work, self.kv_scale)
+
+    def expected(self, layer: int) -> torch.Tensor:
+        k_cache, v_cache = self.kv_cache[0, layer], self.kv_cache[1, layer]
+        tensors = (self.q.float(), k_cache, v_cache, self.block_tables, self.seq_lens)
+        return decode_attention(*tensors, HEAD_DIM**-0.5, self.kv_scale).to(DTYPE)
 
     def time(
         self, tuning: DecodeTuning | None, *, check: bool = False, repeats: int = 12,
@@ -103,8 +104,7 @@ class DecodeCase:
         if check:  # after many merges the counters are back and the bits are the same
             assert not plan.num_done.any() and torch.equal(self.attend(0, work), out)
             for layer, actual in ((0, out), (self.num_layers - 1, last[0])):
-                expected = self.attend(layer, None)
-                torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-2)
+                torch.testing.assert_close(actual, self.expected(layer), atol=2e-3, rtol=2e-2)
         return seconds / self.num_layers
 
 
@@ -342,12 +342,11 @@ class PrefillCase:
         scale = HEAD_DIM**-0.5
         for seq in {0, len(self.chunks) - 1}:
             end = int(self.cu_q[seq + 1])
-            expected = paged_prefill_reference(
-                self.q[end - last : end], self.kv_cache[0], self.kv_cache[1],
-                self.block_tables[seq : seq + 1], self.seq_lens[seq : seq + 1],
-                torch.tensor([0, last]), last, scale, self.kv_scale,
-            )  # fmt: skip
-            torch.testing.assert_close(out[end - last : end], expected, atol=2e-3, rtol=2e-2)
+            pages = (self.block_tables[seq], int(self.seq_lens[seq]), self.kv_scale, torch.float32)
+            keys, values = gather_pages(self.kv_cache[0], self.kv_cache[1], *pages)
+            expected = causal_attention(self.q[end - last : end].float(), keys, values, scale)
+            actual = out[end - last : end].float()
+            torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-2)
 
     def report(self, label: str, function: Callable[[], object]) -> None:
         try:

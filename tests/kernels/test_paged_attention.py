@@ -5,9 +5,10 @@ import os
 import pytest
 import torch
 
+from nanovllm.attention.sdpa import decode_attention
 from nanovllm.kernels._triton import HAS_TRITON
 from nanovllm.kernels.decode_plan import DecodePlan, DecodeTuning, default_tuning
-from nanovllm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from nanovllm.kernels.paged_attention import paged_attention_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -78,17 +79,17 @@ class Case:
             tuning=tuning,
         )
 
-    def arguments(self, work):
-        tensors = (self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
-        return *tensors, self.head_dim**-0.5, work, self.kv_scale
+    def arguments(self, q, *work):
+        tensors = (q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
+        return *tensors, self.head_dim**-0.5, *work, self.kv_scale
 
     def check(self, plan):
-        expected = paged_attention_reference(*self.arguments(None))
+        expected = decode_attention(*self.arguments(self.q.float())).to(self.dtype)
         work = plan.cut(self.seq_lens)
         # Partial results of earlier calls must not leak in. Also an ordinary kernel after the cut.
         plan.partial_out.fill_(float("nan"))
         plan.partial_lse.fill_(float("nan"))
-        actual = paged_attention_triton(*self.arguments(work))
+        actual = paged_attention_triton(*self.arguments(self.q, work))
         # In fp8 the kernel's products are float16's also for float32 queries.
         is_fp32 = self.dtype == torch.float32 and self.kv_scale is not None
         tolerance = TOLERANCE[torch.float16 if is_fp32 else self.dtype]
@@ -180,9 +181,9 @@ def test_repeated_calls_on_one_plan_agree_bit_for_bit():
     plan = case.plan()
     work = plan.cut(case.seq_lens)
     plan.partial_out.zero_()  # an ordinary kernel stands between, as the embedding does
-    first = paged_attention_triton(*case.arguments(work))
+    first = paged_attention_triton(*case.arguments(case.q, work))
     for _ in range(50 if DEVICE.type == "cuda" else 1):
-        assert torch.equal(paged_attention_triton(*case.arguments(work)), first)
+        assert torch.equal(paged_attention_triton(*case.arguments(case.q, work)), first)
 
 
 def planned(lens, tuning=FINE, max_num_seqs=None):

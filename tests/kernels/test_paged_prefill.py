@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from nanovllm.attention.sdpa import causal_attention, gather_pages
 from nanovllm.kernels._triton import HAS_TRITON
-from nanovllm.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanovllm.kernels.paged_prefill import paged_prefill_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -57,26 +58,23 @@ def check(
         kv_scale = kv_scale.to(DEVICE)
     edges = torch.tensor([0] + [count for count, _ in chunks]).cumsum(0).to(torch.int32)
     q = random(int(edges[-1]), heads[0] + 2, head_dim).to(DEVICE)[:, : heads[0]]
-    rows = rows.to(DEVICE)
-    arguments = (
-        q,
-        k_cache.to(DEVICE),
-        v_cache.to(DEVICE),
-        rows[:, 2:],
-        rows[:, 1],
-        edges.to(DEVICE),
-        max(count for count, _ in chunks),
-        head_dim**-0.5,
-        kv_scale,
-    )
+    rows, caches, scale = rows.to(DEVICE), (k_cache.to(DEVICE), v_cache.to(DEVICE)), head_dim**-0.5
+    max_seqlen_q = max(count for count, _ in chunks)
+    actual = paged_prefill_triton(
+        q, *caches, rows[:, 2:], rows[:, 1], edges.to(DEVICE), max_seqlen_q, scale, kv_scale,
+        blocks=blocks,
+    )  # fmt: skip
+    expected = torch.empty_like(q)
+    for seq, (count, seq_len) in enumerate(chunks):
+        if count:
+            chunk = slice(int(edges[seq]), int(edges[seq + 1]))
+            pages = (rows[seq, 2:], seq_len, kv_scale, torch.float32)
+            expected[chunk] = causal_attention(
+                q[chunk].float(), *gather_pages(*caches, *pages), scale
+            )
     # In fp8 the kernel's products are float16's also for float32 queries.
     tolerance = TOLERANCE[torch.float16 if is_fp8 and dtype == torch.float32 else dtype]
-    torch.testing.assert_close(
-        paged_prefill_triton(*arguments, blocks=blocks),
-        paged_prefill_reference(*arguments),
-        atol=tolerance,
-        rtol=tolerance,
-    )
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_chunks_with_nothing_cached_match_the_reference():
