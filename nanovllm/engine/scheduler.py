@@ -117,16 +117,13 @@ class Scheduler:
         changes = self.rows.take_changes()
         if chunks:
             sampled = [chunk.seq for chunk in chunks if chunk.end == len(chunk.seq.token_ids)]
-            prefill, num_decode_rows = pack(chunks), 0
-            spans = prompt_spans(chunks)
+            prefill = pack(chunks)
         elif self.rows.num_seqs:
-            sampled = self.rows.packed_seqs()
-            prefill, num_decode_rows = None, len(sampled)
-            spans = []
+            sampled, prefill = self.rows.packed_seqs(), None
         else:
             return None
         self._num_steps += 1
-        return self._launch(sampled, prefill, num_decode_rows, changes, spans)
+        return self._launch(sampled, prefill, changes, prompt_spans(chunks))
 
     def update(self, output: SchedulerOutput, step_output: StepOutput) -> SequenceUpdates:
         """Bring in the tokens that the oldest step in flight drew; end sequences that are done."""
@@ -249,11 +246,9 @@ class Scheduler:
         start = seq.num_computed_tokens
         end = min(len(seq.token_ids), start + budget)
         seq.num_computed_tokens = end
-        # Indexed as soon as scheduled: layers store K and V before they attend, so a row of this
-        # very step may already share the block.
-        num_full = end // self.blocks.block_size
-        self.blocks.index_blocks(seq.block_table, seq.token_ids, seq.num_indexed_blocks, num_full)
-        seq.num_indexed_blocks = max(seq.num_indexed_blocks, num_full)
+        # As soon as scheduled: layers store K and V before they attend, so a row of this very step
+        # may already share the block.
+        self._index_full_blocks(seq, end)
         return Chunk(seq, start, end)
 
     # ---- decode
@@ -282,7 +277,8 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         if seq.row >= 0:
             # Not while it decodes: no prompt goes on where an answer has not ended.
-            self._index_full_blocks(seq)
+            num_known = min(len(seq.token_ids), self.rows.num_computed_tokens(seq))
+            self._index_full_blocks(seq, num_known)
             seq.num_expected_tokens = self.rows.leave(seq)
             self._num_left += 1
             if seq in self._prefilling:
@@ -295,11 +291,11 @@ class Scheduler:
         self,
         sampled: list[Sequence],
         prefill: PrefillWork | None,
-        num_decode_rows: int,
         changes: tuple[np.ndarray, np.ndarray, np.ndarray],
         prompt_spans: list[PromptSpan],
     ) -> SchedulerOutput:
         # Decode draws in all rows, in order.
+        num_decode_rows = len(sampled) if prefill is None else 0
         rows = slice(0, num_decode_rows) if prefill is None else [seq.row for seq in sampled]
         needs_look, ignores_eos, features, max_logprobs = self.rows.draw(rows)
         self._in_flight.append(
@@ -322,12 +318,9 @@ class Scheduler:
             self.finish(seq, "length")
         return seq.is_finished
 
-    def _index_full_blocks(self, seq: Sequence) -> None:
-        """Index blocks whose tokens are known and whose KV is computed by launched steps."""
-        num_known = min(len(seq.token_ids), self.rows.num_computed_tokens(seq))
-        num_full = num_known // self.blocks.block_size
-        if num_full > seq.num_indexed_blocks:
-            self.blocks.index_blocks(
-                seq.block_table, seq.token_ids, seq.num_indexed_blocks, num_full
-            )
-            seq.num_indexed_blocks = num_full
+    def _index_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        """Index blocks full of the first `num_tokens`: known, and computed by launched steps."""
+        start, end = seq.num_indexed_blocks, num_tokens // self.blocks.block_size
+        if end > start:
+            self.blocks.index_blocks(seq.block_table, seq.token_ids, start, end)
+            seq.num_indexed_blocks = end
