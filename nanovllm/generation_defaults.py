@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import errors_named
 from nanovllm.utils.tokenizer import load_generation_config
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,5 @@ def default_sampling_params(model_dir: Path) -> SamplingParams:
     ]
     if ignored:
         logger.warning("%s: %s is not followed", path, ", ".join(ignored))
-    try:
+    with errors_named(path):
         return SamplingParams(**named)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from nanovllm.lora.settings import CONFIG_NAME, AdapterSettings, read_settings
+from nanovllm.utils.checks import errors_named
 from nanovllm.utils.finite import check_finite
 from nanovllm.utils.loader import check_castable, name_list, open_safetensors, tensor_shapes
 
@@ -75,10 +76,8 @@ def load_adapter(directory: str | Path) -> Adapter:
         raise ValueError(f"{path} has no tensors.")
     updates = {}
     for module, parts in halves.items():
-        try:
+        with errors_named(f"{path}: {module}"):
             updates[f"{module}.weight"] = _update(parts, settings.rank(module), settings, module)
-        except ValueError as error:
-            raise ValueError(f"{path}: {module}: {error}") from error
     return Adapter(settings, updates)
 
 
@@ -124,7 +123,7 @@ def check_adapter(directory: str | Path, model_dir: Path, *, is_tied: bool) -> N
     """
     adapter = load_adapter(directory)
     shapes = tensor_shapes(model_dir)
-    try:
+    with errors_named(f"the adapter {directory} does not fit {model_dir}"):
         _check_names(adapter, shapes)
         _check_targets(adapter, shapes)
         if is_tied and "lm_head.weight" in adapter.updates:
@@ -132,16 +131,12 @@ def check_adapter(directory: str | Path, model_dir: Path, *, is_tied: bool) -> N
                 "it changes lm_head, which the model shares with its embedding "
                 "(tie_word_embeddings = true); that is not supported."
             )
-    except ValueError as error:
-        raise ValueError(f"the adapter {directory} does not fit {model_dir}: {error}") from error
-    try:
+    with errors_named(Path(directory) / WEIGHTS_NAME):
         for name, update in adapter.updates.items():
             module = name.removesuffix(".weight")
             check_finite(
                 [(f"{module}.lora_A", update.a), (f"{module}.lora_B", update.b)], torch.float32
             )
-    except ValueError as error:
-        raise ValueError(f"{Path(directory) / WEIGHTS_NAME}: {error}") from error
     _warn_of_another_base(adapter.settings.base_model, directory, model_dir)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.lora.adapter import LowRankUpdate, load_adapter
+from nanovllm.utils.checks import errors_named
 from nanovllm.utils.loader import check_castable, check_shape, name_list
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,9 @@ def merged(
 def _merge(
     name: str, weight: torch.Tensor, update: LowRankUpdate, device: torch.device
 ) -> torch.Tensor:
-    try:
+    with errors_named(name):
         check_castable(weight)
         check_shape(weight, (update.b.shape[0], update.a.shape[1]))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
     # In float32 whatever is stored, so that the sum is rounded once, to the model's own dtype.
     a, b = (half.to(device).float() for half in (update.a, update.b))
     return torch.addmm(weight.to(device).float(), b, a, alpha=update.scale)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int
+from nanovllm.utils.checks import check_bool, check_float, check_int, errors_named
 from nanovllm.utils.json_file import read_json_object
 
 CONFIG_NAME = "adapter_config.json"
@@ -99,10 +99,8 @@ def read_settings(directory: Path) -> AdapterSettings:
     """
     path = directory / CONFIG_NAME
     d = read_json_object(path)
-    try:
+    with errors_named(path):
         return _read(d)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _read(d: dict[str, Any]) -> AdapterSettings:

@@ -13,7 +13,7 @@ from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import supported_architectures
 from nanovllm.models.rope_config import read_rope
 from nanovllm.models.window_config import read_sliding_window
-from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, errors_named
 from nanovllm.utils.json_file import read_json_object
 
 _DTYPES = {
@@ -66,10 +66,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, d: dict[str, Any], source: str) -> "ModelConfig":
         """Check the fields of a parsed config.json; errors name `source`, field and value."""
-        try:
+        with errors_named(source):
             return _read(cls, d)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{source}: {error}") from error
 
 
 def load_model_config(model_dir: str | Path) -> ModelConfig:

@@ -1,8 +1,8 @@
 """Bring a checkpoint's tensors to the parameters of a model, each exactly once and in place."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.utils.checks import errors_named
 from nanovllm.utils.finite import check_finite
 from nanovllm.utils.loader import name_list
 
@@ -27,15 +28,6 @@ _UNTIED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where one tensor of a checkpoint goes."""
-
-    load: Callable[[str, torch.Tensor, str | None], None]
-    name: str  # "weight" or "bias", or one of the module's `tensor_names`
-    shard: str | None
-
-
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
@@ -50,29 +42,27 @@ def load_weights(
     they are. After an error the weights may be half old, half new.
     tied_head: the layer that the names of the head and of the embedding both stand for, if any
     """
-    targets = _targets(model)
+    loaders = _loaders(model)
     seen: set[str] = set()
     duplicate: set[str] = set()
     unexpected: set[str] = set()
     for name, tensor in weights:
         if name.endswith(_IGNORED):
             continue
-        if name not in targets:
+        if name not in loaders:
             unexpected.add(name)
             continue
         if name in seen:
             duplicate.add(name)
             continue
         seen.add(name)
-        try:
-            if tied_head is not None and name in _TIED and seen >= _TIED:
-                _check_tied(tied_head, tensor)
-            else:
-                target = targets[name]
-                target.load(target.name, tensor, target.shard)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    missing: set[str] = set() if partial else targets.keys() - seen
+        with errors_named(name):
+            if tied_head is None or name not in _TIED or not seen >= _TIED:
+                loaders[name](tensor)
+            elif not tied_head.holds(tensor):
+                # Transformers 4 drops such a head, 5 keeps it: which is meant would be a guess.
+                raise ValueError(_UNTIED)
+    missing: set[str] = set() if partial else loaders.keys() - seen
     if tied_head is not None:
         missing.discard(_HEAD)
         if _HEAD in seen:  # some exports name the shared table after the head only
@@ -84,28 +74,25 @@ def check_weights(
     model: nn.Module, weights: list[tuple[str, torch.Tensor]], *, is_tied: bool
 ) -> None:
     """Raise what `load_weights` with `partial` would raise for these pairs, changing nothing."""
-    targets = _targets(model)
+    loaders = _loaders(model)
     weights = [pair for pair in weights if not pair[0].endswith(_IGNORED)]
     names = [name for name, _ in weights]
     duplicate = {name for name, times in Counter(names).items() if times > 1}
     _raise_if_any(
-        {"missing": set(), "duplicate": duplicate, "unexpected": set(names) - targets.keys()}
+        {"missing": set(), "duplicate": duplicate, "unexpected": set(names) - loaders.keys()}
     )
     for name, tensor in weights:
-        target = targets[name]
-        try:
-            target.load(target.name, tensor.to("meta"), target.shard)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        with errors_named(name):
+            loaders[name](tensor.to("meta"))
     check_finite(weights, next(model.parameters()).dtype)
     tied = [tensor for name, tensor in weights if name in _TIED]
     if is_tied and len(tied) == 2 and not torch.equal(tied[0], tied[1].to(tied[0])):
         raise ValueError(_UNTIED)
 
 
-def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Say for each name a checkpoint must have where its tensor goes."""
-    targets = {}
+def _loaders(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
+    """Return for each name a checkpoint must have what loads its tensor."""
+    loaders: dict[str, Callable[[torch.Tensor], None]] = {}
     for path, module in model.named_modules():
         layer: Any = module
         if not hasattr(layer, "load_weight"):
@@ -114,19 +101,14 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
         prefix = f"{parent}." if parent else ""
         if hasattr(layer, "tensor_names"):  # experts: what they own stands for many tensors
             for name in layer.tensor_names():
-                targets[f"{path}.{name}"] = _Target(layer.load_weight, name, None)
+                loaders[f"{path}.{name}"] = functools.partial(layer.load_weight, name)
             continue
         for shard in layer.shards:
             part = last if shard is None else _FUSED[last][shard]
             for name, _parameter in module.named_parameters(recurse=False):
-                targets[f"{prefix}{part}.{name}"] = _Target(layer.load_weight, name, shard)
-    return targets
-
-
-def _check_tied(head: VocabParallelEmbedding, second: torch.Tensor) -> None:
-    # Transformers 4 drops such a head, 5 keeps it untied: which is meant would be a guess.
-    if not head.holds(second):
-        raise ValueError(_UNTIED)
+                load = functools.partial(layer.load_weight, name, shard=shard)
+                loaders[f"{prefix}{part}.{name}"] = load
+    return loaders
 
 
 def _raise_if_any(problems: dict[str, set[str]]) -> None:

@@ -7,7 +7,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec
 
 import numpy as np
@@ -94,6 +94,15 @@ def unknown_name_error(
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else ""
     return TypeError(" ".join(filter(None, [f"{what} {name!r}.", hint, _list_names(names)])))
+
+
+@contextlib.contextmanager
+def errors_named(name: object) -> Iterator[None]:
+    """Put `name`, of a file or a tensor, before what a check in the block raises: a ValueError."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def hint_unknown_keywords(
