@@ -221,11 +221,18 @@ class DecoderForCausalLM(nn.Module):
         as they are. After an error the weights may be half old, half new.
         """
         tied_head = self.lm_head if self.config.tie_word_embeddings else None
-        load_weights(self, weights, tied_head=tied_head, partial=partial)
+        load_weights(self, self.split_fused(weights), tied_head=tied_head, partial=partial)
 
     def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Raise what `load_weights` of a part would raise, changing nothing."""
+        weights = list(self.split_fused(weights))
         check_weights(self, weights, is_tied=self.config.tie_word_embeddings)
+
+    def split_fused(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Take tensors apart in which a checkpoint has several of ours; here there are none."""
+        return weights
 
     def init_dummy_weights(self, seed: int) -> None:
         """Fill the parameters in place with seeded noise, to run and measure without files."""

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.models.decoder import AttentionOptions, DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.checks import errors_named
 from nanovllm.utils.loader import check_shape
 
 _BLOCK = 128  # of Qwen's and DeepSeek's fp8 scales
@@ -17,13 +18,10 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     def attention_options(self, config: ModelConfig) -> AttentionOptions:
         return AttentionOptions(qk_norm=False, qkv_bias=False, o_bias=False)
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False
-    ) -> None:
-        super().load_weights(_split(weights, self.config), partial=partial)
-
-    def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        super().check_weights(list(_split(weights, self.config)))
+    def split_fused(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return _split(weights, self.config)
 
 
 def _split(
@@ -55,9 +53,7 @@ def _split(
                 f"{name}: blocks of {rows} rows do not divide the parts of {fused}, {sizes}."
             )
         counts = [size // rows for size in sizes.values()]
-        try:
+        with errors_named(name):
             check_shape(tensor, (sum(counts), -(-config.hidden_size // columns)))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
         for part, piece in zip(sizes, tensor.split_with_sizes(counts), strict=True):
             yield f"{prefix}.{part}.{kind}", piece

@@ -1,6 +1,6 @@
 """Qwen3 with mixtures of experts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,15 +30,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             dtype=place.dtype,
         )
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False
-    ) -> None:
-        super().load_weights(one_by_one(weights, self._num_experts), partial=partial)
-
-    def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        super().check_weights(list(one_by_one(weights, self._num_experts)))
-
-    @property
-    def _num_experts(self) -> int:
+    def split_fused(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         assert self.config.moe is not None, "the reading of config.json asks for it"
-        return self.config.moe.num_experts
+        return one_by_one(weights, self.config.moe.num_experts)

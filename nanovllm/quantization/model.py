@@ -10,7 +10,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, Placement
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import fill_with_noise
-from nanovllm.moe.layer import Experts, SparseMLP, one_by_one
+from nanovllm.moe.layer import Experts, SparseMLP
 from nanovllm.quantization.experts import Fp8Experts
 from nanovllm.quantization.formats import FORMATS, FP8, Fp8Format
 from nanovllm.quantization.kernels.quantize import QuantTensor
@@ -18,9 +18,11 @@ from nanovllm.quantization.kernels.rms_norm import rms_norm_quantized
 from nanovllm.quantization.kernels.silu_and_mul import silu_and_mul_quantized
 from nanovllm.quantization.linear import Fp8Linear
 from nanovllm.quantization.weights import Fp8Weights, check_scales
+from nanovllm.utils.checks import errors_named
 from nanovllm.utils.parallel import ParallelContext
 
-_WEIGHT = "_proj.weight"  # so end the names of all weights that are quantised, and no others
+# So end the names of all weights that are quantised, and no others: of matrices, and of stacks.
+_WEIGHTS = ("_proj.weight", ".experts.gate_up_proj", ".experts.down_proj")
 
 
 def quantized_class(model_class: type[DecoderForCausalLM]) -> type[DecoderForCausalLM]:
@@ -82,24 +84,21 @@ class Fp8Decoder(DecoderForCausalLM):
         A checkpoint that says its weights are fp8 must hold such; only a part, from a trainer, may
         be of another dtype, and then comes without scales.
         """
-        weights = self._one_by_one(weights)
         if self._scale_name is not None and not partial:
             weights = _only_fp8(weights)
         super().load_weights(weights, partial=partial)
 
     def check_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        weights = list(self._one_by_one(weights))
         super().check_weights(weights)
         if self._scale_name is None:
             return
+        weights = list(self.split_fused(weights))  # there are scales for each matrix of a stack
         dtypes = {name: tensor.dtype for name, tensor in weights}
         for name, tensor in weights:
             stem, _, last = name.rpartition(".")
             if last == self._scale_name:
-                try:
+                with errors_named(name):
                     check_scales(tensor)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from error
                 if dtypes.get(f"{stem}.weight") is not FP8:
                     raise ValueError(f"{name} comes without {stem}.weight in {FP8}.")
             elif dtypes[name] is FP8 and f"{stem}.{self._scale_name}" not in dtypes:
@@ -114,13 +113,6 @@ class Fp8Decoder(DecoderForCausalLM):
                     module.fill_with_noise(generator)
                 elif not any(True for _ in module.children()):
                     fill_with_noise(module, generator)
-
-    def _one_by_one(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Take stacked experts apart before names are looked at: scales come for each matrix."""
-        moe = self.config.moe
-        return weights if moe is None else one_by_one(weights, moe.num_experts)
 
     @property
     def _scale_name(self) -> str | None:
@@ -155,7 +147,7 @@ def _quantize_layer(
 
 def _only_fp8(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights:
-        if name.endswith(_WEIGHT) and tensor.dtype is not FP8:
+        if name.endswith(_WEIGHTS) and tensor.dtype is not FP8:
             raise ValueError(
                 f"{name} is {tensor.dtype}, but quantization_config in config.json says that it "
                 f"is {FP8}; do config.json and the weights belong together?"

@@ -184,7 +184,7 @@ def test_scales_and_a_stack_that_is_not_fp8_are_no_checkpoint(checkpoints, tmp_p
     kept = {n: t for n, t in tensors.items() if ".experts." not in n or "scale" in n}
     (tmp_path / "config.json").write_bytes((checkpoints[kind] / "config.json").read_bytes())
     save_file({**kept, **plain}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"experts.0.\w+_proj.weight is torch.float32, but quant"):
+    with pytest.raises(ValueError, match=r"experts.\w+_proj is torch.float32, but quant"):
         load(tmp_path)
 
 
