@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.layers.placement import Placement
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig, load_model_config
 from nanovllm.models.registry import get_model_class
@@ -37,12 +38,7 @@ def build(
         device=CPU,
     )
     return get_model_class(config.architecture, config.quantization)(
-        config,
-        parallel=parallel,
-        backend=backend,
-        device=CPU,
-        dtype=dtype,
-        max_model_len=max_model_len,
+        config, Placement(parallel, CPU, dtype), backend, max_model_len=max_model_len
     )
 
 

@@ -5,37 +5,18 @@ import logging
 
 import pytest
 import torch
+from model_harness import build
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_qwen3
 
-from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import INDEX_NAME, copy_weight, iterate_safetensors, load_model
-from nanovllm.utils.parallel import ParallelContext
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
 
 
 def make_model(model_dir):
-    config = load_model_config(model_dir)
-    device = torch.device("cpu")
-    backend = SdpaBackend(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_num_seqs=4,
-        dtype=torch.float32,
-        device=device,
-    )
-    return Qwen3ForCausalLM(
-        config,
-        parallel=ParallelContext.single(),
-        backend=backend,
-        device=device,
-        dtype=torch.float32,
-        max_model_len=64,
-    )
+    return build(load_model_config(model_dir))
 
 
 def write_sharded(directory, weight_map=None):

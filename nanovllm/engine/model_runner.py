@@ -39,6 +39,7 @@ from nanovllm.engine.step import Column, SchedulerOutput, row_width
 from nanovllm.engine.step_handle import OutputBuffers, StepHandle, StepLogprobs, TokenLogprobs
 from nanovllm.engine.warmup import KERNEL_BATCHES, LONG_PROMPT, largest_prompts, run_in_threads
 from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.layers.placement import Placement
 from nanovllm.layers.sampler import SamplingInputs, draw
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
@@ -46,7 +47,6 @@ from nanovllm.models.weights import free_storage, restore_storage
 from nanovllm.utils.context import ForwardContext
 from nanovllm.utils.device import device_memory
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
 
@@ -63,22 +63,21 @@ class ModelRunner:
         config: Config,
         model_config: ModelConfig,
         model_dir: Path,
+        place: Placement,
         *,
         max_model_len: int,
-        parallel: ParallelContext,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
+        device, dtype, tp_size = place.device, place.dtype, place.parallel.tp_size
         self._config = config
         self._model_config = model_config
-        self._parallel = parallel
+        self._parallel = place.parallel
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._free_at_start = device_memory(device)[0] if self._is_cuda else 0
         self._block_size = config.kvcache_block_size
         self._max_num_blocks_per_seq = -(-max_model_len // self._block_size)
         self._max_model_len = max_model_len
-        num_kv_heads = max(1, model_config.num_kv_heads // parallel.tp_size)
+        num_kv_heads = max(1, model_config.num_kv_heads // tp_size)
         is_fp8 = config.kv_cache_dtype == "fp8"
         dims = (model_config.num_layers, self._block_size, num_kv_heads, model_config.head_dim)
         self._kv_shape = KVCacheShape(*dims, torch.float8_e4m3fn if is_fp8 else dtype)
@@ -92,7 +91,7 @@ class ModelRunner:
             block_size=self._block_size,
         )
         self._backend = backend_class(
-            num_heads=model_config.num_heads // parallel.tp_size,
+            num_heads=model_config.num_heads // tp_size,
             num_kv_heads=num_kv_heads,
             head_dim=model_config.head_dim,
             max_num_seqs=config.max_num_seqs,
@@ -100,14 +99,8 @@ class ModelRunner:
             device=device,
         )
         self._can_capture = self._is_cuda and self._backend.is_capturable
-        self._model = get_model_class(model_config.architecture, model_config.quantization)(
-            model_config,
-            parallel=parallel,
-            backend=self._backend,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-        )
+        model_class = get_model_class(model_config.architecture, model_config.quantization)
+        self._model = model_class(model_config, place, self._backend, max_model_len=max_model_len)
         self._model_dir = model_dir
         self._load_weights()
         self._make_rows()

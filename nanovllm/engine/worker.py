@@ -22,6 +22,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import SchedulerOutput
+from nanovllm.layers.placement import Placement
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.channel import ChannelReceiver, ChannelSender
 from nanovllm.utils.child_group import PATIENCE_S, ChildGroup
@@ -63,14 +64,9 @@ class RunnerSpec:
     def build(self, parallel: ParallelContext) -> ModelRunner:
         device = self.device(parallel.tp_rank)
         dtype = resolve_dtype(self.config.dtype, self.model_config.dtype, device)
+        place = Placement(parallel, device, dtype)
         return ModelRunner(
-            self.config,
-            self.model_config,
-            self.model_dir,
-            max_model_len=self.max_model_len,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
+            self.config, self.model_config, self.model_dir, place, max_model_len=self.max_model_len
         )
 
 

@@ -7,8 +7,8 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.kernels.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.placement import Placement
 from nanovllm.utils.context import ForwardContext
-from nanovllm.utils.parallel import ParallelContext
 
 
 class SelfAttention(nn.Module):
@@ -17,6 +17,7 @@ class SelfAttention(nn.Module):
     def __init__(
         self,
         layer_id: int,
+        place: Placement,
         *,
         hidden_size: int,
         num_heads: int,
@@ -27,9 +28,6 @@ class SelfAttention(nn.Module):
         qkv_bias: bool,
         o_bias: bool,
         backend: AttentionBackend,
-        parallel: ParallelContext,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
@@ -37,26 +35,12 @@ class SelfAttention(nn.Module):
         self.eps = rms_norm_eps
         self.backend = backend
         self.qkv_proj = QKVParallelLinear(
-            hidden_size,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            parallel=parallel,
-            bias=qkv_bias,
-            device=device,
-            dtype=dtype,
+            hidden_size, num_heads, num_kv_heads, head_dim, place, bias=qkv_bias
         )
-        self.o_proj = RowParallelLinear(
-            num_heads * head_dim,
-            hidden_size,
-            parallel=parallel,
-            bias=o_bias,
-            device=device,
-            dtype=dtype,
-        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, place, bias=o_bias)
         if qk_norm:
-            self.q_norm: RMSNorm | None = RMSNorm(head_dim, self.eps, device=device, dtype=dtype)
-            self.k_norm: RMSNorm | None = RMSNorm(head_dim, self.eps, device=device, dtype=dtype)
+            self.q_norm: RMSNorm | None = RMSNorm(head_dim, self.eps, place)
+            self.k_norm: RMSNorm | None = RMSNorm(head_dim, self.eps, place)
         else:
             self.q_norm = self.k_norm = None
 

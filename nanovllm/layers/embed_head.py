@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.placement import Placement
 from nanovllm.utils.loader import check_shape, copy_weight
-from nanovllm.utils.parallel import ParallelContext
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -17,23 +17,20 @@ class VocabParallelEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
+        place: Placement,
         *,
-        parallel: ParallelContext,
-        device: torch.device,
-        dtype: torch.dtype,
         weight: nn.Parameter | None = None,  # share this one instead of making one
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        shard_size = -(-vocab_size // parallel.tp_size)
-        self.vocab_start = min(parallel.tp_rank * shard_size, vocab_size)
+        self._parallel = place.parallel
+        shard_size = -(-vocab_size // self._parallel.tp_size)
+        self.vocab_start = min(self._parallel.tp_rank * shard_size, vocab_size)
         # Rows that are real tokens; the last ranks may have fewer, even none.
         self.num_valid = min(shard_size, vocab_size - self.vocab_start)
-        self._parallel = parallel
         if weight is None:
-            data = torch.empty(shard_size, hidden_size, device=device, dtype=dtype)
-            data[self.num_valid :].zero_()
-            weight = nn.Parameter(data, requires_grad=False)
+            weight = place.parameter(shard_size, hidden_size)
+            weight[self.num_valid :].zero_()
         self.weight = weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # [n] -> [n, hidden_size]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.layers.placement import Placement
 from nanovllm.utils.loader import copy_weight
 
 
@@ -14,13 +15,11 @@ class RMSNorm(nn.Module):
 
     shards: tuple[str | None, ...] = (None,)
 
-    def __init__(
-        self, hidden_size: int, eps: float, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
         super().__init__()
         self.eps = eps
-        data = torch.ones(hidden_size, device=device, dtype=dtype)
-        self.weight = nn.Parameter(data, requires_grad=False)
+        self.weight = place.parameter(hidden_size)
+        self.weight.fill_(1.0)
 
     @overload
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.split_gemm import split_gemm
+from nanovllm.layers.placement import Placement
 from nanovllm.utils.loader import check_shape, copy_weight
-from nanovllm.utils.parallel import ParallelContext
 
 
 def divide(total: int, tp_size: int, what: str) -> int:
@@ -26,17 +26,11 @@ class ReplicatedLinear(nn.Module):
     shards: tuple[str | None, ...] = (None,)
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, place: Placement, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.weight = _parameter(out_features, in_features, device=device, dtype=dtype)
-        self.bias = _parameter(out_features, device=device, dtype=dtype) if bias else None
+        self.weight = place.parameter(out_features, in_features)
+        self.bias = place.parameter(out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, in_features] -> [n, out_features]
         return F.linear(x, self.weight, self.bias)
@@ -59,14 +53,13 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         self,
         in_features: int,
         out_features: dict[str, int],
+        place: Placement,
         *,
-        parallel: ParallelContext,
         bias: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
+        parallel = place.parallel
         sizes = {s: divide(full, parallel.tp_size, s) for s, full in out_features.items()}
-        super().__init__(in_features, sum(sizes.values()), bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, sum(sizes.values()), place, bias=bias)
         self.shards = tuple(sizes)
         self._sizes = sizes
         # Which slice of the full tensor is this rank's, in units of the shard's local size.
@@ -97,13 +90,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        place: Placement,
         *,
-        parallel: ParallelContext,
         bias: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
-        tp_size = parallel.tp_size
+        tp_rank, tp_size = place.parallel.tp_rank, place.parallel.tp_size
         local_heads = divide(num_heads, tp_size, "num_attention_heads")
         if num_kv_heads >= tp_size:
             num_copies = 1
@@ -118,31 +109,22 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             )
         kv_size = local_kv_heads * head_dim * tp_size
         sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
-        super().__init__(
-            hidden_size, sizes, parallel=parallel, bias=bias, device=device, dtype=dtype
-        )
+        super().__init__(hidden_size, sizes, place, bias=bias)
         self.num_heads, self.num_kv_heads = local_heads, local_kv_heads  # of this rank
         # Ranks that share a kv head are neighbours: so are the q heads that belong to it.
-        kv_part = (parallel.tp_rank // num_copies, tp_size // num_copies)
-        self._part = {"q": (parallel.tp_rank, tp_size), "k": kv_part, "v": kv_part}
+        kv_part = (tp_rank // num_copies, tp_size // num_copies)
+        self._part = {"q": (tp_rank, tp_size), "k": kv_part, "v": kv_part}
 
 
 class RowParallelLinear(ReplicatedLinear):
     """Each rank owns `in_features / tp_size` columns of the weight; ranks sum their results."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        parallel: ParallelContext,
-        bias: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, place: Placement, *, bias: bool = False
     ) -> None:
-        size = divide(in_features, parallel.tp_size, "in_features")
-        super().__init__(size, out_features, bias=bias, device=device, dtype=dtype)
-        self._parallel = parallel
+        size = divide(in_features, place.parallel.tp_size, "in_features")
+        super().__init__(size, out_features, place, bias=bias)
+        self._parallel = place.parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, in_features / tp_size]
         # The bias is whole on every rank, and must enter the sum once.
@@ -164,10 +146,6 @@ class RowParallelLinear(ReplicatedLinear):
             part = (self._parallel.tp_rank, self._parallel.tp_size)
             tensor = narrow_part(tensor, 1, *part, target.shape)
         return target, tensor
-
-
-def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def narrow_part(

@@ -13,11 +13,11 @@ from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from nanovllm.layers.placement import Placement
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import check_weights, fill_with_noise, load_weights
 from nanovllm.utils.context import ForwardContext
-from nanovllm.utils.parallel import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,6 @@ class AttentionOptions:
     o_bias: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where and for whom layers are built; handed down to each of them."""
-
-    parallel: ParallelContext
-    backend: AttentionBackend
-    device: torch.device
-    dtype: torch.dtype
-
-
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), [n, hidden_size] -> the same, or shares: see `partials`."""
 
@@ -47,15 +37,9 @@ class GatedMLP(nn.Module):
         hidden_size, size = config.hidden_size, config.intermediate_size
         divide(size, place.parallel.tp_size, "intermediate_size")
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            {"gate": size, "up": size},
-            parallel=place.parallel,
-            device=place.device,
-            dtype=place.dtype,
+            hidden_size, {"gate": size, "up": size}, place
         )
-        self.down_proj = RowParallelLinear(
-            size, hidden_size, parallel=place.parallel, device=place.device, dtype=place.dtype
-        )
+        self.down_proj = RowParallelLinear(size, hidden_size, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Reading gate and up in the down projection itself was 2 % slower on an H200.
@@ -70,9 +54,9 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, place: Placement, self_attn: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
-        self.input_layernorm = _norm(config, place)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.self_attn = self_attn
-        self.post_attention_layernorm = _norm(config, place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.mlp = mlp
 
     def forward(
@@ -107,12 +91,9 @@ class DecoderModel(nn.Module):
         max_model_len: int,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, parallel=place.parallel,
-            device=place.device, dtype=place.dtype,
-        )  # fmt: skip
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, place)
         self.layers = nn.ModuleList(make_layer(layer_id) for layer_id in range(config.num_layers))
-        self.norm = _norm(config, place)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         table = rope_table(
             config.head_dim,
             config.rope_theta,
@@ -146,33 +127,26 @@ class DecoderForCausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        *,
-        parallel: ParallelContext,
+        place: Placement,
         backend: AttentionBackend,
-        device: torch.device,
-        dtype: torch.dtype,
+        *,
         max_model_len: int,
     ) -> None:
         super().__init__()
         self.config = config
-        place = Placement(parallel, backend, device, dtype)
-        self._place = place
+        self._place, self._backend = place, backend
         self.model = DecoderModel(
             config,
             place,
             lambda layer_id: self.make_layer(config, place, layer_id),
             max_model_len=max_model_len,
         )
+        tied_weight = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
-            weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+            config.vocab_size, config.hidden_size, place, weight=tied_weight
         )
-        if device.type == "cuda" and backend.is_capturable:  # faster only, so loaded by name
-            import_module("nanovllm.fused").install(self.model, parallel.tp_size)
+        if place.device.type == "cuda" and backend.is_capturable:  # faster only: loaded by name
+            import_module("nanovllm.fused").install(self.model, place.parallel.tp_size)
 
     def attention_options(self, config: ModelConfig) -> AttentionOptions:
         """What the architecture's attention looks like."""
@@ -185,11 +159,10 @@ class DecoderForCausalLM(nn.Module):
     def make_layer(self, config: ModelConfig, place: Placement, layer_id: int) -> DecoderLayer:
         options = self.attention_options(config)
         attention = SelfAttention(
-            layer_id, hidden_size=config.hidden_size, num_heads=config.num_heads,
+            layer_id, place, hidden_size=config.hidden_size, num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps, qk_norm=options.qk_norm, qkv_bias=options.qkv_bias,
-            o_bias=options.o_bias, backend=place.backend, parallel=place.parallel,
-            device=place.device, dtype=place.dtype,
+            o_bias=options.o_bias, backend=self._backend,
         )  # fmt: skip
         return DecoderLayer(config, place, attention, self.make_mlp(config, place, layer_id))
 
@@ -239,7 +212,3 @@ class DecoderForCausalLM(nn.Module):
         generator = torch.Generator(device=self._place.device)
         # Another seed per rank, or all slices of a layer would be equal.
         fill_with_noise(self, generator.manual_seed(seed + self._place.parallel.tp_rank))
-
-
-def _norm(config: ModelConfig, place: Placement) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, device=place.device, dtype=place.dtype)

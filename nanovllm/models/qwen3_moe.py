@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from nanovllm.models.decoder import Placement
+from nanovllm.layers.placement import Placement
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.moe.layer import SparseMLP, one_by_one
@@ -23,11 +23,9 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             moe.num_experts,
             config.hidden_size,
             moe.intermediate_size,
+            place,
             top_k=moe.num_experts_per_tok,
             is_normalized=moe.norm_topk_prob,
-            parallel=place.parallel,
-            device=place.device,
-            dtype=place.dtype,
         )
 
     def split_fused(

@@ -10,6 +10,7 @@ from torch import nn
 from nanovllm.kernels._triton import use_triton
 from nanovllm.kernels.split_gemm import split_gemm
 from nanovllm.layers.linear import ReplicatedLinear, divide, narrow_part
+from nanovllm.layers.placement import Placement
 from nanovllm.moe.grouped_gemm import config_for, down, gate_up
 from nanovllm.moe.plan import make_plan
 from nanovllm.moe.routing import route
@@ -25,20 +26,13 @@ class Experts(nn.Module):
         num_experts: int,
         hidden_size: int,
         size: int,
-        *,
-        parallel: ParallelContext,
-        device: torch.device,
-        dtype: torch.dtype,
+        place: Placement,
     ) -> None:
         super().__init__()
-        local_size = divide(size, parallel.tp_size, "moe_intermediate_size")
-        gate_up = torch.empty(
-            (num_experts, 2 * local_size, hidden_size), device=device, dtype=dtype
-        )
-        down = torch.empty((num_experts, hidden_size, local_size), device=device, dtype=dtype)
-        self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)  # gate first
-        self.down_proj = nn.Parameter(down, requires_grad=False)
-        self._parallel = parallel
+        local_size = divide(size, place.parallel.tp_size, "moe_intermediate_size")
+        self.gate_up_proj = place.parameter(num_experts, 2 * local_size, hidden_size)  # gate first
+        self.down_proj = place.parameter(num_experts, hidden_size, local_size)
+        self._parallel = place.parallel
 
     def tensor_names(self) -> list[str]:
         """What a checkpoint calls the tensors of this module, below the module's own name."""
@@ -124,20 +118,17 @@ class SparseMLP(nn.Module):
         num_experts: int,
         hidden_size: int,
         size: int,
+        place: Placement,
         *,
         top_k: int,
         is_normalized: bool,
-        parallel: ParallelContext,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.gate = ReplicatedLinear(hidden_size, num_experts, device=device, dtype=dtype)
-        self.experts: nn.Module = Experts(  # nanovllm.quantization has them in fp8
-            num_experts, hidden_size, size, parallel=parallel, device=device, dtype=dtype
-        )
+        self.gate = ReplicatedLinear(hidden_size, num_experts, place)
+        # nanovllm.quantization has them in fp8
+        self.experts: nn.Module = Experts(num_experts, hidden_size, size, place)
         self._top_k, self._is_normalized = top_k, is_normalized
-        self._parallel = parallel
+        self._parallel = place.parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same, or on one rank shares for RMSNorm to sum."""

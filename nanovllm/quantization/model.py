@@ -7,7 +7,8 @@ from torch import nn
 
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, Placement
+from nanovllm.layers.placement import Placement
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import fill_with_noise
 from nanovllm.moe.layer import Experts, SparseMLP

@@ -20,6 +20,7 @@ from nanovllm.engine.kv_cache import (
     sampling_bytes,
 )
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.placement import Placement
 from nanovllm.models.model_config import load_model_config
 from nanovllm.utils.device import resolve_device, resolve_dtype
 
@@ -98,10 +99,8 @@ def test_all_ranks_have_as_many_blocks_as_the_poorest(tiny_model):
             Config.from_options(tiny_model, options),
             load_model_config(tiny_model),
             tiny_model,
+            Placement(parallel, torch.device("cpu"), torch.float32),
             max_model_len=512,
-            parallel=parallel,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
         )
         told = runner.init_kv_cache()
         return told, runner._kv_cache.shape[2]

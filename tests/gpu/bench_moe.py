@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from nanovllm.kernels.rms_norm import add_rms_norm_triton
 from nanovllm.kernels.split_gemm import split_gemm
+from nanovllm.layers.placement import Placement
 from nanovllm.moe.grouped_gemm import (
     Scales,
     TileConfig,
@@ -89,10 +90,8 @@ def make_layer(
     size: int = SIZE, num_experts: int = EXPERTS, top_k: int = TOP_K, *, fp8: str | None = None
 ) -> SparseMLP:
     """fp8: a name in FORMATS, for experts in it"""
-    layer = SparseMLP(
-        num_experts, HIDDEN, size, top_k=top_k, is_normalized=True,
-        parallel=ParallelContext.single(), **BF16,
-    )  # fmt: skip
+    place = Placement(ParallelContext.single(), torch.device("cuda"), torch.bfloat16)
+    layer = SparseMLP(num_experts, HIDDEN, size, place, top_k=top_k, is_normalized=True)
     for parameter in layer.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
     if fp8 is not None:

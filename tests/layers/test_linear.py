@@ -10,9 +10,9 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.placement import Placement
 from nanovllm.utils.parallel import ParallelContext
 
-PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -26,8 +26,12 @@ class NoGroup:
         pass
 
 
+def placed(parallel, dtype=torch.float32):
+    return Placement(parallel, torch.device("cpu"), dtype)
+
+
 def ranks(tp_size):
-    return [ParallelContext(rank, tp_size, NoGroup()) for rank in range(tp_size)]
+    return [placed(ParallelContext(rank, tp_size, NoGroup())) for rank in range(tp_size)]
 
 
 def random(*shape):
@@ -45,7 +49,11 @@ def fill(layer, weights, biases):
 
 def test_replicated_linear_is_linear():
     weight, bias = random(6, 8), random(6)
-    layer = fill(ReplicatedLinear(8, 6, bias=True, **PLACE), {None: weight}, {None: bias})
+    layer = fill(
+        ReplicatedLinear(8, 6, placed(ParallelContext.single()), bias=True),
+        {None: weight},
+        {None: bias},
+    )
     assert torch.equal(layer(X), linear(X, weight, bias))
 
 
@@ -54,11 +62,11 @@ def test_column_shards_concatenate(tp_size):
     weight, bias = random(6, 8), random(6)
     parts = [
         fill(
-            MergedColumnParallelLinear(8, {"up": 6}, parallel=parallel, bias=True, **PLACE),
+            MergedColumnParallelLinear(8, {"up": 6}, place, bias=True),
             {"up": weight},
             {"up": bias},
         )(X)
-        for parallel in ranks(tp_size)
+        for place in ranks(tp_size)
     ]
     torch.testing.assert_close(torch.cat(parts, dim=-1), linear(X, weight, bias))
 
@@ -69,11 +77,11 @@ def test_row_shards_sum_and_count_the_bias_once(tp_size):
     weight, bias = random(6, 8), random(6)
     parts = [
         fill(
-            RowParallelLinear(8, 6, parallel=parallel, bias=True, **PLACE),
+            RowParallelLinear(8, 6, place, bias=True),
             {None: weight},
             {None: bias},
-        )(X.chunk(tp_size, dim=-1)[parallel.tp_rank])
-        for parallel in ranks(tp_size)
+        )(X.chunk(tp_size, dim=-1)[place.parallel.tp_rank])
+        for place in ranks(tp_size)
     ]
     torch.testing.assert_close(sum(parts), linear(X, weight, bias))
 
@@ -82,10 +90,8 @@ def test_row_shards_sum_and_count_the_bias_once(tp_size):
 def test_merged_shards_keep_gate_and_up_apart(tp_size):
     gate, up, gate_bias, up_bias = random(4, 8), random(6, 8), random(4), random(6)
     gates, ups = [], []
-    for parallel in ranks(tp_size):
-        layer = MergedColumnParallelLinear(
-            8, {"gate": 4, "up": 6}, parallel=parallel, bias=True, **PLACE
-        )
+    for place in ranks(tp_size):
+        layer = MergedColumnParallelLinear(8, {"gate": 4, "up": 6}, place, bias=True)
         # In any order: files are not sorted our way.
         fill(layer, {"up": up, "gate": gate}, {"up": up_bias, "gate": gate_bias})
         parts = layer(X).split([4 // tp_size, 6 // tp_size], dim=-1)
@@ -110,12 +116,12 @@ def test_qkv_heads_are_split_or_replicated(tp_size, num_kv_heads, kv_head_of_ran
     q = random(num_heads * head_dim, 8)
     k, v = random(num_kv_heads * head_dim, 8), random(num_kv_heads * head_dim, 8) + 1
     num_local = num_heads // tp_size
-    for parallel in ranks(tp_size):
-        layer = QKVParallelLinear(8, num_heads, num_kv_heads, head_dim, parallel=parallel, **PLACE)
+    for place in ranks(tp_size):
+        layer = QKVParallelLinear(8, num_heads, num_kv_heads, head_dim, place)
         fill(layer, {"v": v, "q": q, "k": k}, {})
-        kv_heads = kv_head_of_rank[parallel.tp_rank]
+        kv_heads = kv_head_of_rank[place.parallel.tp_rank]
         assert (layer.num_heads, layer.num_kv_heads) == (num_local, len(kv_heads))
-        first = parallel.tp_rank * num_local
+        first = place.parallel.tp_rank * num_local
         expected = [
             q.view(num_heads, head_dim, 8)[first : first + num_local],
             k.view(num_kv_heads, head_dim, 8)[kv_heads],
@@ -134,20 +140,20 @@ def test_qkv_heads_are_split_or_replicated(tp_size, num_kv_heads, kv_head_of_ran
 )
 def test_heads_that_do_not_split_are_refused(num_heads, num_kv_heads, tp_size, message):
     with pytest.raises(ValueError, match=message):
-        QKVParallelLinear(8, num_heads, num_kv_heads, 2, parallel=ranks(tp_size)[0], **PLACE)
+        QKVParallelLinear(8, num_heads, num_kv_heads, 2, ranks(tp_size)[0])
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_wrong_shape_names_both_full_shapes(tp_size):
-    parallel = ranks(tp_size)[0]
+    place = ranks(tp_size)[0]
     layers = [
-        (MergedColumnParallelLinear(8, {"up": 6}, parallel=parallel, **PLACE), "up"),
-        (RowParallelLinear(8, 6, parallel=parallel, **PLACE), None),
+        (MergedColumnParallelLinear(8, {"up": 6}, place), "up"),
+        (RowParallelLinear(8, 6, place), None),
     ]
     for layer, shard in layers:
         with pytest.raises(ValueError, match=r"\(6, 9\) does not fit the model's \(6, 8\)"):
             layer.load_weight("weight", random(6, 9), shard)
-    qkv = QKVParallelLinear(8, 4, 2, 2, parallel=parallel, **PLACE)
+    qkv = QKVParallelLinear(8, 4, 2, 2, place)
     with pytest.raises(ValueError, match=r"\(8, 8\) does not fit the model's \(4, 8\)"):
         qkv.load_weight("weight", random(8, 8), "k")
     with pytest.raises(ValueError, match="shard must be one of q, k, v, got 'gate'"):
@@ -155,7 +161,7 @@ def test_wrong_shape_names_both_full_shapes(tp_size):
 
 
 def test_loading_converts_dtype_and_keeps_the_address():
-    layer = ReplicatedLinear(8, 6, device=torch.device("cpu"), dtype=torch.bfloat16)
+    layer = ReplicatedLinear(8, 6, placed(ParallelContext.single(), torch.bfloat16))
     address = layer.weight.data_ptr()
     weight = random(6, 8)
     layer.load_weight("weight", weight)

@@ -5,10 +5,12 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.placement import Placement
+from nanovllm.utils.parallel import ParallelContext
 
 
 def norm_pair(dtype):
-    ours = RMSNorm(24, 1e-6, device=torch.device("cpu"), dtype=dtype)
+    ours = RMSNorm(24, 1e-6, Placement(ParallelContext.single(), torch.device("cpu"), dtype))
     theirs = Qwen3RMSNorm(24, eps=1e-6).to(dtype)
     weight = torch.randn(24, generator=torch.Generator().manual_seed(0))
     ours.load_weight("weight", weight)

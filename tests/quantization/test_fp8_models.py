@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny, write_tiny_qwen3
 
 from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.placement import Placement
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.quantization.formats import FORMATS
@@ -151,8 +152,8 @@ def test_a_bias_of_split_rows_enters_the_sum_once():
     bias = torch.arange(192.0)
 
     def run(parallel):
-        place = {"device": torch.device("cpu"), "dtype": torch.float32}
-        linear = RowParallelLinear(256, 192, parallel=parallel, bias=True, **place)
+        place = Placement(parallel, torch.device("cpu"), torch.float32)
+        linear = RowParallelLinear(256, 192, place, bias=True)
         fp8 = Fp8Linear(linear, FORMATS["fp8"], parallel)
         fp8.load_weight("weight", torch.zeros(192, 256))
         fp8.load_weight("bias", bias)
@@ -180,10 +181,9 @@ def test_layers_of_other_kinds_are_refused(plain):
             return torch.nn.Identity()
 
     config = replace(load_model_config(plain["Qwen3ForCausalLM"]), quantization="fp8")
-    options = {"backend": None, "device": model_harness.CPU, "dtype": torch.float32}
-    parallel = ParallelContext.single()
+    place = Placement(ParallelContext.single(), model_harness.CPU, torch.float32)
     with pytest.raises(ValueError, match="SparseMLP; SelfAttention and Identity cannot"):
-        quantized_class(Other)(config, parallel=parallel, max_model_len=64, **options)
+        quantized_class(Other)(config, place, None, max_model_len=64)
 
 
 def damaged(directory, target, **changes):
