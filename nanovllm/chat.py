@@ -72,17 +72,17 @@ def chat_prompts(
     )
     prompts: list[str | BadPrompt] = []
     for index, conversation in enumerate(_conversations(messages)):
-        reason = _obstacle(conversation, continue_final_message=continue_final_message)
-        if reason is None:
-            try:
-                plain = [_with_text(message) for message in conversation]
-                text = tokenizer.apply_chat_template(plain, tokenize=False, **options)
-                prompts.append(str(text))
-                continue
-            except Exception as error:  # a template is a program, and raises what it likes
-                what = f"{type(error).__name__}: {error}".rstrip(".")
-                reason = f"cannot be laid out by the chat template ({what})"
-        prompts.append(BadPrompt(index, None, reason))
+        try:
+            plain = _checked(conversation, continue_final_message=continue_final_message)
+        except ValueError as error:
+            prompts.append(BadPrompt(index, None, str(error)))
+            continue
+        try:
+            prompts.append(str(tokenizer.apply_chat_template(plain, tokenize=False, **options)))
+        except Exception as error:  # a template is a program, and raises what it likes
+            what = f"{type(error).__name__}: {error}".rstrip(".")
+            reason = f"cannot be laid out by the chat template ({what})"
+            prompts.append(BadPrompt(index, None, reason))
     return prompts
 
 
@@ -99,14 +99,6 @@ def joined_text(parts: list[Any] | tuple[Any, ...]) -> str:
             raise ValueError(f"has a part of type {kind!r}; only text is read")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is a string: templates leave out parts, or print them as lists."""
-    content = message.get("content")
-    if isinstance(content, list | tuple) and not _is_for_the_template(message):
-        return {**message, "content": joined_text(content)}
-    return message
 
 
 def _is_for_the_template(message: Mapping[str, Any]) -> bool:
@@ -132,30 +124,41 @@ def _conversations(messages: Any) -> list[Any]:
     )
 
 
-def _obstacle(conversation: Any, *, continue_final_message: bool) -> str | None:
-    """What is wrong with a conversation, as a template would not say it."""
+def _checked(conversation: Any, *, continue_final_message: bool) -> list[Mapping[str, Any]]:
+    """The messages, with strings for contents in parts: templates leave those out, or print lists.
+
+    ValueError: what is wrong with the conversation, as a template would not say it.
+    """
     if not isinstance(conversation, list | tuple) or not conversation:
-        return f"must be a list of messages such as {_EXAMPLE}, got {str(conversation)[:80]!r}"
-    for place, message in enumerate(conversation):
-        if not isinstance(message, Mapping):
-            kind = type(message).__name__
-            return f"has message {place} of type {kind}; it must be a dict such as {_EXAMPLE}"
-        if not isinstance(message.get("role"), str):
-            return f"has message {place} without a 'role', which must be a string"
-        content = message.get("content")
-        may_be_none = "content" in message and message["role"] == "assistant"
-        if content is None and not (may_be_none or message.get("tool_calls")):
-            return f"has message {place} without 'content'"
-        if _is_for_the_template(message):
-            continue
-        if isinstance(content, list | tuple):
-            try:
-                joined_text(content)
-            except ValueError as error:
-                return f"has message {place} whose 'content' {error}"
-        elif content is not None and not isinstance(content, str):
-            kind = type(content).__name__
-            return f"has message {place} with 'content' of type {kind}; it must be a string"
-    if continue_final_message and conversation[-1].get("content") is None:
-        return "has a last message without text, which continue_final_message=True continues"
-    return None
+        raise ValueError(
+            f"must be a list of messages such as {_EXAMPLE}, got {str(conversation)[:80]!r}"
+        )
+    plain = [_checked_message(*item) for item in enumerate(conversation)]
+    if continue_final_message and plain[-1].get("content") is None:
+        raise ValueError(
+            "has a last message without text, which continue_final_message=True continues"
+        )
+    return plain
+
+
+def _checked_message(place: int, message: Any) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping):
+        kind = type(message).__name__
+        raise ValueError(
+            f"has message {place} of type {kind}; it must be a dict such as {_EXAMPLE}"
+        )
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"has message {place} without a 'role', which must be a string")
+    content = message.get("content")
+    may_be_none = "content" in message and message["role"] == "assistant"
+    if content is None and not (may_be_none or message.get("tool_calls")):
+        raise ValueError(f"has message {place} without 'content'")
+    if content is None or isinstance(content, str) or _is_for_the_template(message):
+        return message
+    if not isinstance(content, list | tuple):
+        kind = type(content).__name__
+        raise ValueError(f"has message {place} with 'content' of type {kind}; it must be a string")
+    try:
+        return {**message, "content": joined_text(content)}
+    except ValueError as error:
+        raise ValueError(f"has message {place} whose 'content' {error}") from error

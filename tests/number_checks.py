@@ -77,6 +77,13 @@ def _as_tensor(output: RequestOutput, llm: LLM) -> torch.Tensor:
     return rows
 
 
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> str:
+    """Say how far log-probabilities, [num_tokens, vocab_size] both, are apart: KL is in nats."""
+    kl = (expected.exp() * (expected - found)).sum(-1)
+    same = (expected.argmax(-1) == found.argmax(-1)).double().mean()
+    return f"KL {kl.mean():.2e} (max {kl.max():.1e}), same token {same:.1%}"
+
+
 def exact_logprobs(oracle: Oracle, prompts: list[list[int]]) -> list[torch.Tensor]:
     return [oracle.logits(prompt)[:-1].float().log_softmax(dim=-1) for prompt in prompts]
 

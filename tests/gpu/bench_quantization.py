@@ -265,6 +265,7 @@ def accuracy() -> None:
     sys.path[:0] = [str(tests), str(tests / "quantization")]
     import model_harness
     from fp8_checkpoints import write_quantized
+    from number_checks import divergence
     from transformers import AutoTokenizer
 
     from nanovllm import LLM, SamplingParams
@@ -312,11 +313,7 @@ def accuracy() -> None:
             line = f"{name:<12} sums {right}/400"
             for other in ("float32", "bfloat16"):
                 if other in logits and other != name:
-                    p, q = logits[other], logits[name]
-                    kl = (p.exp() * (p - q)).sum(-1)
-                    same = (p.argmax(-1) == q.argmax(-1)).double().mean()
-                    line += f"; to {other}: KL {kl.mean():.2e} (max {kl.max():.1e}), "
-                    line += f"argmax equal {same:.1%}"
+                    line += f"; to {other}: {divergence(logits[other], logits[name])}"
             print(line, flush=True)
     requantized()
 

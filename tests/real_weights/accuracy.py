@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from model_harness import prefill_logits
+from number_checks import divergence
 from real_weights.smollm2 import write_smollm2
 from real_weights.test_smollm2 import CONVERSATIONS
 
@@ -54,12 +55,7 @@ def main() -> None:
                 expected = found
                 print(f"{len(found)} positions")
                 continue
-            kl = (expected.exp() * (expected - found)).sum(-1)
-            same = (expected.argmax(-1) == found.argmax(-1)).float().mean()
-            print(
-                f"{name:<12} KL {kl.mean():.2e} (max {kl.max():.1e}), same token {same:.1%}",
-                flush=True,
-            )
+            print(f"{name:<12} {divergence(expected, found)}", flush=True)
 
 
 if __name__ == "__main__":
