@@ -24,16 +24,10 @@ import torch
 from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
 from nanovllm.data_parallel.engine_process import EngineProcess, RunItem, close_all
-from nanovllm.data_parallel.job import Job, Open
 from nanovllm.data_parallel.placement import engine_environments
-from nanovllm.data_parallel.requests import make_builder
+from nanovllm.data_parallel.requests import Job, Open, make_builder
 from nanovllm.frontend.output_processor import Request
-from nanovllm.frontend.request_builder import (
-    BadPrompt,
-    derived_seed,
-    params_list,
-    prompt_list,
-)
+from nanovllm.frontend.request_builder import BadPrompt, derived_seed, params_list, prompt_list
 from nanovllm.frontend.start_up import checked_on, read_model
 from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import checked_window, paired

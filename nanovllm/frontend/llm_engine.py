@@ -20,7 +20,6 @@ from nanovllm.frontend.file_stamps import check_unchanged
 from nanovllm.frontend.output_processor import OutputProcessor, Request
 from nanovllm.frontend.request_builder import Limits, RequestBuilder
 from nanovllm.frontend.start_up import (
-    ModelFiles,
     checked_on,
     memory_errors_named,
     read_model,
@@ -66,41 +65,24 @@ class LLMEngine:
                 config, model_config, files.directory, max_model_len=files.max_len
             )
             try:
-                self._build(self._executor.init_kv_cache(), files)
+                self._build(self._executor.init_kv_cache())
             except BaseException:
                 self._executor.close()
                 raise
 
-    def _build(self, num_blocks: int, files: ModelFiles) -> None:
+    def _build(self, num_blocks: int) -> None:
         """Make the host's side of the engine around a device side that is ready."""
-        config, model_config = self.config, self.model_config
+        config, files = self.config, self._files
         num_cache_tokens = num_blocks * config.kvcache_block_size
         self.max_model_len = self._bounded_len(files.max_len, num_cache_tokens)
         limits = Limits(
             self.max_model_len,
             num_cache_tokens,
-            model_config.vocab_size,
+            self.model_config.vocab_size,
             allows_processors=config.tensor_parallel_size == 1,
         )
-
-        def make_scheduler() -> Scheduler:
-            return Scheduler(
-                BlockManager(
-                    num_blocks,
-                    config.kvcache_block_size,
-                    enable_prefix_caching=config.enable_prefix_caching,
-                    root_hash=files.root_hash,
-                ),
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=files.max_len,
-                eos_token_ids=files.eos_ids,
-                vocab_size=model_config.vocab_size,
-                enable_request_reordering=config.enable_request_reordering,
-            )
-
-        self._make_scheduler = make_scheduler
-        self.scheduler = make_scheduler()
+        self._num_blocks = num_blocks
+        self.scheduler = self._make_scheduler()
         self.builder = RequestBuilder(
             files.tokenizer, limits, files.eos_ids, config.seed, is_taken=self._is_taken
         )
@@ -111,6 +93,24 @@ class LLMEngine:
         self._num_preemptions = 0  # by schedulers before a fault
         self.is_closed = False
         self._sleep_level = 0  # 0: awake
+
+    def _make_scheduler(self) -> Scheduler:
+        config, files = self.config, self._files
+        blocks = BlockManager(
+            self._num_blocks,
+            config.kvcache_block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            root_hash=files.root_hash,
+        )
+        return Scheduler(
+            blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=files.max_len,
+            eos_token_ids=files.eos_ids,
+            vocab_size=self.model_config.vocab_size,
+            enable_request_reordering=config.enable_request_reordering,
+        )
 
     @property
     def tokenizer(self) -> Any | None:
