@@ -59,6 +59,8 @@ class Rule(IntEnum):
     BAD_WORD = 5  # the token ids of one banned run
 
 
+# Of a record as bytes: its numbers, in the order of the fields, and how many arrays follow.
+_HEADER = struct.Struct("<qiiii")
 ALL_LOGPROBS = 2**31 - 1  # a number of logprobs; cut to the vocabulary where that is known
 
 
@@ -120,7 +122,7 @@ class SchedulerOutput:
             arrays += [getattr(self.prefill, field.name) for field in fields(PrefillWork)]
         header = (self.step_id, self.num_decode_rows, self.features, self.max_logprobs)
         lengths = [array.size for array in arrays]
-        parts = [struct.pack("<qiiii", *header, len(arrays))]
+        parts = [_HEADER.pack(*header, len(arrays))]
         parts.append(struct.pack(f"<{len(arrays)}i", *lengths))
         parts += [np.ascontiguousarray(array, dtype=np.int32).tobytes() for array in arrays]
         return b"".join(parts)
@@ -128,10 +130,9 @@ class SchedulerOutput:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> SchedulerOutput:
         """Rebuild what `to_bytes` wrote; the arrays are views of `data`."""
-        head = struct.Struct("<qiiii")
-        step_id, num_decode_rows, features, max_logprobs, num_arrays = head.unpack_from(data, 0)
-        lengths = struct.unpack_from(f"<{num_arrays}i", data, head.size)
-        offset = head.size + 4 * num_arrays
+        step_id, num_decode_rows, features, max_logprobs, num_arrays = _HEADER.unpack_from(data)
+        lengths = struct.unpack_from(f"<{num_arrays}i", data, _HEADER.size)
+        offset = _HEADER.size + 4 * num_arrays
         arrays = []
         for length in lengths:
             arrays.append(np.frombuffer(data, dtype=np.int32, count=length, offset=offset))

@@ -41,7 +41,7 @@ class StepHandle:
 
     token_ids: torch.Tensor  # [num_sampled] int32, on the host; valid after `ready`
     ready: torch.cuda.Event | None
-    logprobs: StepLogprobs = field(default_factory=StepLogprobs)  # valid after `ready` too
+    logprobs: StepLogprobs  # valid after `ready` too
 
     def is_ready_within(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the step; False if it is not done by then."""
@@ -73,12 +73,11 @@ class OutputBuffers:
         self._events = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)] if self._is_cuda else []
         self._turn = 0
 
-    def send(self, token_ids: torch.Tensor, logprobs: StepLogprobs | None = None) -> StepHandle:
+    def send(self, token_ids: torch.Tensor, logprobs: StepLogprobs) -> StepHandle:
         """Start the copy of `token_ids`, [num_sampled] int32; that of `logprobs` has started."""
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         target = self._buffers[self._turn][: len(token_ids)]
         target.copy_(token_ids, non_blocking=self._is_cuda)
-        logprobs = logprobs or StepLogprobs()
         if not self._is_cuda:
             return StepHandle(target, None, logprobs)
         event = self._events[self._turn]

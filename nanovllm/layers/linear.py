@@ -96,17 +96,9 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     ) -> None:
         tp_rank, tp_size = place.parallel.tp_rank, place.parallel.tp_size
         local_heads = divide(num_heads, tp_size, "num_attention_heads")
-        if num_kv_heads >= tp_size:
-            num_copies = 1
-            local_kv_heads = divide(num_kv_heads, tp_size, "num_key_value_heads")
-        elif tp_size % num_kv_heads == 0:
-            num_copies = tp_size // num_kv_heads
-            local_kv_heads = 1
-        else:
-            raise ValueError(
-                f"num_key_value_heads = {num_kv_heads} can neither be split over nor replicated to "
-                f"tensor_parallel_size = {tp_size} ranks; one must divide the other."
-            )
+        # Fewer kv heads than ranks are copied, each to as many ranks.
+        num_copies = max(1, tp_size // num_kv_heads)
+        local_kv_heads = divide(num_kv_heads * num_copies, tp_size, "num_key_value_heads")
         kv_size = local_kv_heads * head_dim * tp_size
         sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
         super().__init__(hidden_size, sizes, place, bias=bias)

@@ -124,6 +124,10 @@ def _raise_if_any(problems: dict[str, set[str]]) -> None:
 def fill_with_noise(model: nn.Module, generator: torch.Generator) -> None:
     """Draw all weights in place from a narrow normal distribution; norms become ones."""
     for module in model.modules():
+        layer: Any = module
+        if hasattr(layer, "fill_with_noise"):  # what nanovllm.quantization has in fp8
+            layer.fill_with_noise(generator)
+            continue
         for parameter in module.parameters(recurse=False):
             if isinstance(module, RMSNorm):
                 parameter.fill_(1.0)

@@ -176,15 +176,18 @@ def _launch(
     assert plan.tiles.is_contiguous(), "fields one after another"
     # A slice of a size, as ranks have it, may be no multiple: shorter steps beat masked loads.
     even = gcd(in_features, config.block_k)
-    group_size = None if scales is None else scales.group_size
+    x_scale = weight_scale = group_size = None
+    scale_strides: tuple[int, ...] = (0, 0)
+    if scales is not None:
+        x_scale, weight_scale, group_size = scales.x, scales.weight, scales.group_size
+        scale_strides = scales.x.stride()
     block_k = group_size or (even if even >= 32 else config.block_k)
     stage_bytes = (plan.block_m + config.block_n) * block_k * x.element_size()
     num_stages = max(min(config.num_stages, _shared_memory_bytes(x.device) // stage_bytes), 1)
     num_tiles = plan.tiles.shape[1]
     _grouped_gemm_kernel[(num_tiles * triton.cdiv(out_features, config.block_n),)](
-        x, weight, None if scales is None else scales.x, None if scales is None else scales.weight,
-        out, plan.order, plan.tiles, pair_weights, len(plan.order), num_tiles, x.stride(0),
-        *((0, 0) if scales is None else scales.x.stride()),
+        x, weight, x_scale, weight_scale, out, plan.order, plan.tiles, pair_weights,
+        len(plan.order), num_tiles, x.stride(0), *scale_strides,
         TOP_K=top_k, IN_FEATURES=in_features, OUT_FEATURES=out_features,
         IS_GATED=pair_weights is None, HAS_GROUPS=group_size is not None,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,

@@ -10,7 +10,6 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.placement import Placement
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.weights import fill_with_noise
 from nanovllm.moe.layer import Experts, SparseMLP
 from nanovllm.quantization.experts import Fp8Experts
 from nanovllm.quantization.formats import FORMATS, FP8, Fp8Format
@@ -18,7 +17,7 @@ from nanovllm.quantization.kernels.quantize import QuantTensor
 from nanovllm.quantization.kernels.rms_norm import rms_norm_quantized
 from nanovllm.quantization.kernels.silu_and_mul import silu_and_mul_quantized
 from nanovllm.quantization.linear import Fp8Linear
-from nanovllm.quantization.weights import Fp8Weights, check_scales
+from nanovllm.quantization.weights import check_scales
 from nanovllm.utils.checks import errors_named
 from nanovllm.utils.parallel import ParallelContext
 
@@ -104,16 +103,6 @@ class Fp8Decoder(DecoderForCausalLM):
                     raise ValueError(f"{name} comes without {stem}.weight in {FP8}.")
             elif dtypes[name] is FP8 and f"{stem}.{self._scale_name}" not in dtypes:
                 raise ValueError(f"{name} in {FP8} comes without {stem}.{self._scale_name}.")
-
-    def init_dummy_weights(self, seed: int) -> None:
-        generator = torch.Generator(device=self._place.device)
-        generator.manual_seed(seed + self._place.parallel.tp_rank)
-        with torch.no_grad():
-            for module in self.modules():
-                if isinstance(module, Fp8Weights):
-                    module.fill_with_noise(generator)
-                elif not any(True for _ in module.children()):
-                    fill_with_noise(module, generator)
 
     @property
     def _scale_name(self) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.engine.step_handle import OutputBuffers
+from nanovllm.engine.step_handle import OutputBuffers, StepLogprobs
 from nanovllm.utils.parallel import ParallelContext
 
 
@@ -46,7 +46,7 @@ def test_a_step_in_flight_keeps_its_tokens_while_the_next_is_launched():
     buffers = OutputBuffers(4, torch.device("cpu"))
     handles, read = [], []
     for number in range(12):
-        handles.append(buffers.send(torch.full((3,), number, dtype=torch.int32)))
+        handles.append(buffers.send(torch.full((3,), number, dtype=torch.int32), StepLogprobs()))
         if len(handles) == 2:
             read.append(handles.pop(0).wait().token_ids)
     # Looked at after all steps: what was read is a copy.
