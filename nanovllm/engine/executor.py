@@ -14,7 +14,6 @@ from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.worker import CALL, EACH, STEP, RunnerSpec, WorkerGroup
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.device import on_device
-from nanovllm.utils.owner import AtExit
 from nanovllm.utils.parallel import ParallelContext
 
 _POLL_S = 0.5
@@ -96,7 +95,6 @@ class TensorParallelExecutor(LocalExecutor):
     def __init__(self, spec: RunnerSpec, tp_size: int) -> None:
         self._device = spec.device(0)
         self._group = WorkerGroup(spec, tp_size)
-        self._at_exit = AtExit(self.close)
         try:
             with on_device(self._device):
                 self._runner = self._group.on_rank_0(lambda: spec.build(self._group.join()))
@@ -131,7 +129,6 @@ class TensorParallelExecutor(LocalExecutor):
             raise errors[0]
 
     def close(self) -> None:
-        self._at_exit.cancel()
         self._group.close()
         super().close()
         parallel, self._group.parallel = self._group.parallel, ParallelContext.single()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,7 +32,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.exclusive import Exclusive
-from nanovllm.utils.owner import Owner, never_free
+from nanovllm.utils.owner import AtExit, Owner, never_free
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class LLMEngine:
             except BaseException:
                 self._executor.close()
                 raise
+        self._at_exit = AtExit(self._end)
 
     def _build(self, num_blocks: int) -> None:
         """Make the host's side of the engine around a device side that is ready."""
@@ -91,7 +93,7 @@ class LLMEngine:
         self._in_flight: deque[_Launched] = deque()
         self._unclaimed: list[RequestOutput] = []
         self._num_preemptions = 0  # by schedulers before a fault
-        self.is_closed = False
+        self.is_closed = self._is_at_end = False
         self._sleep_level = 0  # 0: awake
 
     def _make_scheduler(self) -> Scheduler:
@@ -299,12 +301,19 @@ class LLMEngine:
         """
         if not self.is_closed:
             self.is_closed = True  # a call in another thread ends before its next step
+            self._at_exit.cancel()
             if not self._owner.is_here:  # a fork that drops its copy must not end the workers
                 never_free(self._executor)
                 return
             with self._exclusive.after_others():
                 self._in_flight.clear()
                 self._executor.close()
+
+    def _end(self) -> None:
+        """Close before the interpreter ends: it kills daemon threads, inside torch the program."""
+        self._is_at_end = True
+        self.close()
+        self._exclusive.wait_for_holder()
 
     # ---- one step
 
@@ -384,5 +393,7 @@ class LLMEngine:
 
     def _check_open(self) -> None:
         self._owner.check()
+        if self._is_at_end and threading.current_thread() is not threading.main_thread():
+            raise SystemExit  # which ends a thread without a word
         if self.is_closed:
             raise RuntimeError("The engine is closed. Build a new LLM.")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+_MAX_END_S = 0.5  # for a thread that was told to end
 _MAX_WAIT_S = 10.0  # for a step; most that take longer hang, as with a dead rank
 
 
@@ -15,7 +16,7 @@ class Exclusive:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._holder = ""  # name of the thread, for the message
+        self._holder = threading.current_thread()  # or who was it last
         self._in_step = False
 
     @contextmanager
@@ -28,7 +29,7 @@ class Exclusive:
         is_nested = self._lock._is_owned()  # type: ignore[attr-defined]  # Condition calls it too
         if not self._lock.acquire(blocking=waits):
             raise RuntimeError(
-                f"The engine is in use by thread {self._holder!r}: thread "
+                f"The engine is in use by thread {self._holder.name!r}: thread "
                 f"{threading.current_thread().name!r} may not use it at the same time. Build one "
                 "LLM for each thread, or take a lock of your own around all its calls. An iterable "
                 "given to generate_iter is read in a thread."
@@ -39,7 +40,7 @@ class Exclusive:
                     "The engine is in the middle of a step, from which it was called again, as by "
                     "a logits processor. Use another LLM there, or call it between steps."
                 )
-            self._holder = threading.current_thread().name
+            self._holder = threading.current_thread()
             self._in_step = is_step
             try:
                 yield
@@ -62,3 +63,9 @@ class Exclusive:
             finally:
                 if is_held:
                     self._lock.release()
+
+    def wait_for_holder(self) -> None:
+        """Give the thread that had the engine last, if it is another, half a second to end."""
+        if self._holder is not threading.current_thread():
+            with suppress(AssertionError, RuntimeError):  # a thread that Python did not start
+                self._holder.join(_MAX_END_S)

@@ -104,6 +104,27 @@ if __name__ == "__main__":
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+# ---- threads
+
+
+@pytest.mark.parametrize("work", ["tokens(llm)", "list(llm.stream([5], GREEDY))"])
+def test_a_daemon_thread_that_still_generates_ends_with_the_program(tmp_path, tiny_model, work):
+    """Struck by the interpreter's end inside torch, it once ended the program with SIGABRT."""
+    text = (
+        HEAD
+        + f"""
+llm = LLM(sys.argv[1], **OPTIONS)
+def work():
+    while True:
+        {work}
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
+print("done")
+"""
+    )
+    assert finish(start(tmp_path, text, tiny_model)) == (["done"], "")
+
+
 # ---- scripts that start themselves
 
 
