@@ -59,4 +59,6 @@ class SequenceLogprobs:
         return result
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))

@@ -227,11 +227,10 @@ class OutputProcessor:
         )
 
     def _partial(self, request: Request, seq: Sequence) -> CompletionOutput:
-        # Text that may turn out to be the beginning of a stop string is not shown yet.
-        text = request.texts[seq.sample_index]
-        longest = max((len(stop) for stop in request.params.stop), default=1)
         return CompletionOutput(
             index=seq.sample_index,
-            text=text.text_before(max(0, len(text.searchable) - (longest - 1))),
+            text=request.texts[seq.sample_index].to_give(
+                max(map(len, request.params.stop), default=1)
+            ),
             token_ids=seq.token_ids[seq.num_prompt_tokens :],
         )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
+# What Llama 2, Mistral and Phi-3 call a byte of a character that has no token of its own.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def decode_options(params: SamplingParams) -> dict[str, bool]:
     return {
+        # What the model wrote: tidied up, text would change behind what a stream has given.
+        "clean_up_tokenization_spaces": False,
         "skip_special_tokens": params.skip_special_tokens,
         "spaces_between_special_tokens": params.spaces_between_special_tokens,
     }
@@ -55,6 +60,8 @@ class IncrementalText:
         self._shown.push(token_id)
         if self._whole is not None:
             self._whole.push(token_id)
+            while self._joints[-1][0] > len(self._whole.text):
+                self._joints.pop()  # a byte has made others than it seemed of those before
             self._joints.append((len(self._whole.text), len(self._shown.text)))
 
     def finish(self) -> None:
@@ -64,6 +71,11 @@ class IncrementalText:
                 window.finish()
         if self._whole is not None:
             self._joints.append((len(self._whole.text), len(self._shown.text)))
+
+    def to_give(self, longest_stop: int) -> str:
+        """The part of `text` that no later token changes, and no stop string still cuts."""
+        num_final = (self._whole or self._shown).num_final
+        return self.text_before(max(0, num_final - longest_stop + 1))[: self._shown.num_final]
 
     def text_before(self, place: int) -> str:
         """The part of `text` that stands before a place in `searchable`."""
@@ -84,21 +96,41 @@ class _Window:
         self._options = options
         self._ids: list[int] = []
         self._start = 0  # decoded again each time, since decoding depends on what stands before
-        self._end = 0  # tokens before it are in `text`
-        self.text = ""
+        self._end = 0  # what tokens before it say is final
+        self._final = ""
+        self._run = ""  # of byte tokens: one more that fits no character spoils them all
+
+    @property
+    def text(self) -> str:
+        return self._final + self._run
+
+    @property
+    def num_final(self) -> int:
+        return len(self._final)
 
     def push(self, token_id: int) -> None:
         self._ids.append(token_id)
-        old = self._decode(self._start, self._end)
-        new = self._decode(self._start, len(self._ids))
-        if len(new) > len(old) and not new.endswith(_REPLACEMENT):
-            self.text += new[len(old) :]
-            self._start, self._end = self._end, len(self._ids)
+        rest = self._rest()
+        if rest.endswith(_REPLACEMENT):
+            self._run = ""
+        elif rest == self._run or self._is_byte(token_id):  # what is left out ends no run
+            self._run = rest
+        else:
+            self.finish()
 
     def finish(self) -> None:
+        self._final += self._rest()
+        self._run = ""
+        self._start, self._end = self._end, len(self._ids)
+
+    def _rest(self) -> str:
+        """The text behind what is final."""
         old = self._decode(self._start, self._end)
-        self.text += self._decode(self._start, len(self._ids))[len(old) :]
-        self._start = self._end = len(self._ids)
+        return self._decode(self._start, len(self._ids))[len(old) :]
+
+    def _is_byte(self, token_id: int) -> bool:
+        name_of = getattr(self._tokenizer, "convert_ids_to_tokens", str)  # of a decoder alone: none
+        return _BYTE_TOKEN.fullmatch(name_of(token_id) or "") is not None
 
     def _decode(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], **self._options))

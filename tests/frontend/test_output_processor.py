@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.engine.scheduler import SequenceUpdates
@@ -95,10 +97,10 @@ def pieces_of(tokenizer, token_ids, **options):
     text = IncrementalText(tokenizer, SamplingParams(**options))
     pieces = []
     for token_id in token_ids:
-        before = text.text
+        before = text.to_give(1)
         text.push(token_id)
-        assert text.text.startswith(before), "text that was shown is never taken back"
-        pieces.append(text.text[len(before) :])
+        assert text.to_give(1).startswith(before), "text that was shown is never taken back"
+        pieces.append(text.to_give(1)[len(before) :])
     return pieces
 
 
@@ -139,13 +141,77 @@ def test_any_tokens_give_a_beginning_of_the_decoded_text(token_ids):
     assert tokenizer.decode(token_ids, skip_special_tokens=True).startswith(joined)
 
 
-_CACHE: list = []
-
-
+@cache
 def _demo():
-    if not _CACHE:
-        _CACHE.append(AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "tiny-qwen3"))
-    return _CACHE[0]
+    return AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "tiny-qwen3")
+
+
+@cache
+def _llama_2():
+    """A tokenizer of Llama 2's kind: what has no token is spelt in bytes, line ends as well."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc"]
+    vocab = {name: number for number, name in enumerate(names)}
+    model = models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+_LLAMA_IDS = st.one_of(
+    st.integers(0, 270),
+    st.integers(259, 262),
+    st.sampled_from("\nab🎉é".encode()).map(lambda b: b + 3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_ids=st.lists(_LLAMA_IDS, max_size=12))
+@example([ord("a") + 3, 0xC4 + 3, 262])
+def test_a_byte_that_fits_no_character_spoils_none_that_was_given(token_ids):
+    """Such a decoder turns each byte of a run into U+FFFD if one of them is wrong."""
+    tokenizer = _llama_2()
+    text = IncrementalText(tokenizer, SamplingParams())
+    whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+    for token_id in token_ids:
+        text.push(token_id)
+        assert whole.startswith(text.to_give(1))
+    text.finish()
+    assert text.to_give(1) == whole
+
+
+def test_a_stop_string_of_byte_tokens_is_found_at_once():
+    tokenizer = _llama_2()
+    processor = OutputProcessor(tokenizer)
+    request = make_request(tokenizer, SamplingParams(stop=["\n"]), streamed=True)
+    processor.add(request)
+    outputs, stopped = feed_text(processor, request.seqs[0], tokenizer, "ab\nc")
+    assert stopped == [(request.seqs[0], "\n")]
+    assert outputs[0].outputs[0].text == "ab"
+
+
+def test_spaces_are_those_that_the_model_wrote():
+    """`clean_up_tokenization_spaces` would change text that a stream has given."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "do": 1, "n": 2, "'": 3, "t": 4, ".": 5}))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
+    processor = OutputProcessor(fast)
+    for streamed in (False, True):
+        request = make_request(fast, SamplingParams(), streamed=streamed)
+        processor.add(request)
+        for token_id in (1, 2, 3, 4):
+            feed(processor, request.seqs[0], token_id)
+        outputs, _ = feed(processor, request.seqs[0], 5, finish="length")
+        assert outputs[0]["text"] == "do n ' t ."
 
 
 # ---- requests
