@@ -178,7 +178,8 @@ def build_processor(
         chat_template_options: such as tools and chat_template_kwargs
         concurrency: actors, each with an engine of its own; (least, most) lets Ray decide
         batch_size: rows an engine is given at once: many, since it idles at the end of each batch
-        num_gpus: of each actor; None: tensor_parallel_size, or 0 with device="cpu"
+        num_gpus: of each actor; None: tensor_parallel_size, or 0 with device="cpu". Say it where
+            the GPUs join the cluster later: else a ValueError if it has too few of them now
         ray_options: further keyword arguments of `Dataset.map_batches`, such as num_cpus
         engine_options: as for `LLM`
     """
@@ -195,24 +196,38 @@ def build_processor(
         template=dict(chat_template_options or {}),
     )
     SamplingParams(**spec.sampling)  # refuses bad values here, not on another machine
-    if num_gpus is None:
-        num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
+    num_needed = 0 if config.device == "cpu" else config.tensor_parallel_size
     # As they were checked: a relative path would mean another place where an actor runs.
     options = {name: getattr(config, name) for name in engine_options}
     arguments = {"model": config.model, "engine_options": options, "spec": spec}
 
     def process(dataset: Any) -> Any:
+        if num_gpus is None and num_needed:
+            _check_gpus(num_needed)
         return dataset.map_batches(
             RowGenerator,
             fn_constructor_kwargs=arguments,
             batch_format="pyarrow",
             batch_size=batch_size,
             concurrency=concurrency,
-            num_gpus=num_gpus,
+            num_gpus=num_needed if num_gpus is None else num_gpus,
             **(ray_options or {}),
         )
 
     return process
+
+
+def _check_gpus(num_gpus: int) -> None:
+    """ValueError where the cluster cannot run an actor, for which Ray would wait for ever."""
+    import ray
+
+    there = ray.cluster_resources().get("GPU", 0)
+    if there < num_gpus:
+        raise ValueError(
+            f"An engine takes {num_gpus} GPU(s), and the Ray cluster has {there:g}. Pass "
+            "device='cpu', a smaller tensor_parallel_size, or, where machines with GPUs join the "
+            f"cluster later, num_gpus={num_gpus}."
+        )
 
 
 def _without_nulls(messages: Any) -> Any:
