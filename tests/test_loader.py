@@ -146,6 +146,16 @@ def test_tensor_in_two_files_is_refused_without_index(tmp_path):
         read(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
+def test_what_is_no_part_of_the_model_is_left_alone(tmp_path, name):
+    """Mistral ships its weights in two forms, and trainers save adapters beside the model."""
+    save_file({"a": A}, tmp_path / "model.safetensors")
+    save_file({"layers.0.wq": B}, tmp_path / name)
+    assert read(tmp_path).keys() == {"a"}
+    (tmp_path / "model.safetensors").unlink()
+    assert read(tmp_path).keys() == {"layers.0.wq"}
+
+
 def test_single_file_beside_a_foreign_index_is_ambiguous(tmp_path):
     write_sharded(tmp_path)
     save_file({"a": A * 2, "b": B}, tmp_path / "model.safetensors")

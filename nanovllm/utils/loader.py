@@ -20,6 +20,8 @@ INDEX_NAME = "model.safetensors.index.json"
 # A plain cast keeps their meaning; other dtypes are copied where the parameter has them too.
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_LISTED = 10
+# What lies beside a model and is none: Mistral's own form of the same weights, PEFT's adapters.
+_OTHERS = ("consolidated", "adapter_model")
 _CPU = torch.device("cpu")
 _MERGE = "nanovllm.lora.merge"  # few need it: loaded by name where there is an adapter
 
@@ -210,6 +212,7 @@ def _stays_inside(file_name: str) -> bool:
 def _find_files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
     # Without hidden ones: macOS writes a "._model.safetensors" beside what it copies.
     present = sorted(path for path in directory.glob("[!.]*.safetensors") if path.is_file())
+    present = [path for path in present if not path.name.startswith(_OTHERS)] or present
     if weight_map is not None:
         wanted = sorted(set(weight_map.values()))
         missing = [name for name in wanted if not (directory / name).is_file()]
