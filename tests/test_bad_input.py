@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -105,6 +106,12 @@ def test_the_rows_of_an_array_are_prompts(llm, array):
 
 def test_an_array_of_texts_is_a_list_of_texts(llm):
     assert [output.prompt for output in run(llm, np.array(["hello", "one"]))] == ["hello", "one"]
+
+
+@pytest.mark.parametrize("prompt", [np.array("hello"), np.str_("hello")])
+def test_a_text_of_numpys_is_one_prompt(llm, prompt):
+    """It was taken for a list of its characters."""
+    assert [output.prompt for output in run(llm, prompt)] == ["hello"]
 
 
 @pytest.mark.parametrize("prompts", [[], (), iter(())])
@@ -321,6 +328,46 @@ def test_rules_that_bar_every_token_are_refused(llm, options):
         assert len(options["allowed_token_ids"]) == 1
     with pytest.raises(ValueError, match="prompt 1 allows only tokens that are barred as well"):
         run(llm, [GOOD, GOOD], [GREEDY, GREEDY.clone(**options)])
+
+
+@pytest.mark.parametrize(
+    ("options", "output"),
+    [
+        ({"allowed_token_ids": "a", "bad_words": ["aa"]}, "a"),
+        ({"allowed_token_ids": "ab", "bad_words": ["aa", "ab", "bbb"]}, "a"),
+        ({"allowed_token_ids": "ab", "bad_words": ["bbb", "ba"]}, "bb"),
+        ({"allowed_token_ids": "ab", "bad_words": ["bbb", "aa"]}, None),
+        ({"stop_token_ids": range(517), "min_tokens": 1}, ""),
+        ({"allowed_token_ids": "ab", "bad_words": ["aa"], "stop_token_ids": "b"}, None),
+        (
+            {
+                "allowed_token_ids": "ab",
+                "bad_words": ["aa"],
+                "stop_token_ids": "b",
+                "min_tokens": 2,
+            },
+            "a",
+        ),
+        ({"allowed_token_ids": "a", "bad_words": ["aa"], "max_tokens": 1}, None),
+        ({"bad_words": ["aa", "b", "bc"]}, None),
+    ],
+)
+def test_rules_that_bar_every_token_after_some_output_are_refused(llm, options, output):
+    """Token 0 was drawn there, whatever was allowed."""
+    ids = {
+        name: [67 + "abc".index(char) for char in value]
+        for name, value in options.items()
+        if isinstance(value, str)
+    }
+    assert llm.get_tokenizer().encode("abc", add_special_tokens=False) == [67, 68, 69]
+    params = GREEDY.clone(**{**options, **ids})
+    if output is not None:
+        shown = [67 + "abc".index(char) for char in output]
+        with pytest.raises(ValueError, match=re.escape(f"after the output {shown}:")):
+            run(llm, [GOOD], params)
+    else:
+        (found,) = run(llm, [GOOD], params)
+        assert set(found["token_ids"]) <= set(ids.get("allowed_token_ids", range(517)))
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])

@@ -108,7 +108,7 @@ def test_model_of_a_wrong_type_is_refused(model):
 )
 def test_counts_take_numpy_integers_and_nothing_else(name):
     assert type(getattr(Config("model", **{name: np.int64(64)}), name)) is int
-    for value in (True, 64.0, "64", [64], float("nan")):
+    for value in (True, np.True_, torch.tensor(True), 64.0, "64", [64], float("nan")):
         with pytest.raises(TypeError, match=f"{name} must be an int"):
             Config("model", **{name: value})
     for value in (0, -1):

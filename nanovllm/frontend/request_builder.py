@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -14,6 +14,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.output_processor import Request
 from nanovllm.kernels.noise import make_key
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import plain_int
 from nanovllm.utils.tokenizer import encode_texts
 
 _TOKENIZE_BATCH = 512
@@ -162,21 +163,34 @@ class RequestBuilder:
             bad_word_ids = self._bad_word_ids(params)
         except ValueError as error:
             return str(error)
-        if (allowed := params.allowed_token_ids) is not None:
-            barred = {run[0] for run in bad_word_ids if len(run) == 1}
-            if params.min_tokens:
-                barred |= self._barred_until_min_len(params)
-            if barred.issuperset(allowed):
-                return (
-                    f"allows only tokens that are barred as well: allowed_token_ids={allowed[:8]} "
-                    "are all bad words, or end a text, which min_tokens forbids at first. "
-                    "Allow another token, or lower min_tokens"
-                )
+        if (output := self._dead_end(params, bad_word_ids)) is not None:
+            return (
+                f"allows only tokens that are barred as well, after the output {list(output)}: "
+                "all are bad words, or end a text, which min_tokens forbids at first. "
+                "Allow another token, or lower min_tokens"
+            )
         if params.logits_processors and not self.limits.allows_processors:
             return (
                 "has logits_processors, which run in one process only. "
                 "Leave them out or pass tensor_parallel_size=1"
             )
+        return None
+
+    def _dead_end(
+        self, params: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...]
+    ) -> tuple[int, ...] | None:
+        """An output behind which no token may be drawn, or None where there is none."""
+        allowed = params.allowed_token_ids or range(self.limits.vocab_size)
+        ends = self._barred_until_min_len(params) if params.min_tokens else set()
+        if not ends.union(run[-1] for run in bad_word_ids).issuperset(allowed):
+            return None  # nearly always, and the rest takes long for many bad words
+        most = self.limits.max_model_len if params.max_tokens is None else params.max_tokens - 1
+        for output in sorted({(), *(run[:-1] for run in bad_word_ids)}, key=len):
+            barred = {run[-1] for run in bad_word_ids if _ends_with(output, run[:-1])}
+            barred |= ends if len(output) < params.min_tokens else set()
+            may_come = len(output) <= most and set(output).issubset(allowed)
+            if may_come and barred.issuperset(allowed):
+                return output
         return None
 
     def _request(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
@@ -234,6 +248,10 @@ class RequestBuilder:
         return tuple(runs)
 
 
+def _ends_with(output: tuple[int, ...], run: tuple[int, ...]) -> bool:
+    return len(run) <= len(output) and output[len(output) - len(run) :] == run
+
+
 def derived_seed(engine_seed: int, number: int) -> int:
     """The seed of the engine's request `number` where the request names none."""
     low, high = make_key(engine_seed, number)
@@ -242,13 +260,13 @@ def derived_seed(engine_seed: int, number: int) -> int:
 
 def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     """All of `prompts` as a list, and whether it was a single one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts], True
     if hasattr(prompts, "tolist"):
         try:
             prompts = plain_list(prompts)  # what has one dimension is one prompt
         except ValueError as error:
             raise ValueError(f"prompts {error}.") from error
+    if isinstance(prompts, str | Mapping):
+        return [prompts], True
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise TypeError(
             f"prompts must be a string, a list of token ids, a dict with 'prompt' or "
@@ -348,11 +366,8 @@ def _token_list(ids: Any) -> list[int]:
 
 
 def _token_id(value: Any) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except Exception:  # no __index__, or a tensor's, which raises in several ways
-        pass
+    with suppress(Exception):  # no __index__, or a tensor's, which raises in several ways
+        return plain_int(value)
     shown = repr(value)
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     raise TypeError(f"has {shown} among its token ids, which must be integers")

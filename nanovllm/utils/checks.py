@@ -20,9 +20,8 @@ def check_int(
 ) -> int:
     """Return `value` as an int in [minimum, maximum], or raise; a bool is not an int."""
     number = None
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            number = operator.index(value)  # takes NumPy's integers too
+    with contextlib.suppress(TypeError):
+        number = plain_int(value)
     if number is None:
         raise TypeError(_message(f"{name} must be an int", value, advice))
     if maximum is not None and not minimum <= number <= maximum:
@@ -32,6 +31,13 @@ def check_int(
     else:
         return number
     raise ValueError(_message(f"{name} {allowed}", value, advice))
+
+
+def plain_int(value: Any) -> int:
+    """An integer of any library as an int; what raises is no integer, nor is a truth value."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise TypeError("a truth value is no number")
+    return operator.index(value)
 
 
 def check_float(
