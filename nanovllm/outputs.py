@@ -74,6 +74,11 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a prompt token, first None
     error: str | None = None
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.token_ids) for answer in self.outputs)
+
     def keys(self) -> tuple[str, ...]:
         """Return the keys of `output[key]`, so that `dict(output)` is what nano-vllm gives."""
         return _KEYS

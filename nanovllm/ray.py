@@ -140,13 +140,12 @@ class RowGenerator:
             return None, None, None, None, output.error
         texts = [answer.text for answer in output.outputs]
         reasons = [answer.finish_reason for answer in output.outputs]
-        num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
         is_many = self._params.n > 1
         return (
             texts if is_many else texts[0],
             reasons if is_many else reasons[0],
             len(output.prompt_token_ids),
-            num_tokens,
+            output.num_output_tokens,
             None,
         )
 

@@ -82,7 +82,9 @@ def _run_claimed(
                     elif output.finished:
                         waiting_for.discard(output.request_id)
                         done[output.request_id] = output
-                        progress.show_finished(*_token_counts(output))
+                        progress.show_finished(
+                            len(output.prompt_token_ids), output.num_output_tokens
+                        )
                 progress.show_state(*engine.load())
         except BaseException:
             # A second Ctrl-C wants an end at once, also of what is on its way on the device.
@@ -145,10 +147,6 @@ def error_output(item: BadPrompt, index: int) -> RequestOutput:
         finished=True,
         error=f"prompt {index} {item.reason}.",
     )
-
-
-def _token_counts(output: RequestOutput) -> tuple[int, int]:
-    return len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
 
 
 def warn_if_cut(outputs: Iterable[RequestOutput], params: list[SamplingParams]) -> None:

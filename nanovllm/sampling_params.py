@@ -7,7 +7,8 @@ from typing import Any
 from nanovllm.utils.checks import check_bool, check_float, check_int, hint_unknown_keywords
 
 MAX_N = 16384
-GREEDY_TEMPERATURE = 1e-5  # below it a draw is the argmax, as in vLLM
+# Below it a draw is the argmax, as in vLLM: soon the quotient would overflow.
+GREEDY_TEMPERATURE = 1e-5
 # Even divided by the smallest temperature that is not greedy it stays finite in float32.
 _MAX_LOGIT_BIAS = 1e30
 _MAX_TEMPERATURE = 1e30  # float32 holds it, and its reciprocal

@@ -15,7 +15,7 @@ def make_output(text="46", token_ids=(7, 9), **fields):
 def test_attributes_are_vllms():
     output = make_output(num_cached_tokens=2)
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("0", "12+34=", [1, 2, 3])
-    assert (output.finished, output.num_cached_tokens) == (True, 2)
+    assert (output.finished, output.num_cached_tokens, output.num_output_tokens) == (True, 2, 2)
     completion = output.outputs[0]
     assert (completion.index, completion.text, completion.token_ids) == (0, "46", [7, 9])
     assert (completion.finish_reason, completion.stop_reason) == ("stop", 2)

@@ -269,14 +269,13 @@ class _Run:
         if failed:
             summary.num_failed += 1
             return
-        num_output = sum(len(answer.token_ids) for answer in output.outputs)
         summary.num_ok += 1
         summary.num_prompt_tokens += len(output.prompt_token_ids)
         summary.num_cached_tokens += output.num_cached_tokens
-        summary.num_output_tokens += num_output
+        summary.num_output_tokens += output.num_output_tokens
         summary.finish_reasons.update(str(answer.finish_reason) for answer in output.outputs)
         if self._options.report is not None:
-            self._timeline.add_request(len(output.prompt_token_ids), num_output)
+            self._timeline.add_request(len(output.prompt_token_ids), output.num_output_tokens)
 
     def _standing(self) -> Standing:
         summary, num_bad = self._summary, self._reader.num_bad

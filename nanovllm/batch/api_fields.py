@@ -16,11 +16,8 @@ MAX_TOP_LOGPROBS = 20
 
 # Texts are what a result line is made of; Python functions cannot stand in JSON, and no result
 # format has a place for the prompt's logprobs.
-SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - {
-    "detokenize",
-    "logits_processors",
-    "prompt_logprobs",
-}
+NOT_IN_A_LINE = frozenset(("detokenize", "logits_processors", "prompt_logprobs"))
+SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - NOT_IN_A_LINE
 _TEMPLATE_TYPES: dict[str, tuple[type, str]] = {
     "add_generation_prompt": (bool, "true or false"),
     "continue_final_message": (bool, "true or false"),

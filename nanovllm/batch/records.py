@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.batch.api_fields import (
     CHAT_URL,
     COMPLETIONS_URL,
+    NOT_IN_A_LINE,
     chat_request,
     completion_request,
     sampling_fields,
@@ -37,7 +38,6 @@ _RESULT_KEYS = (
 )
 _DIGEST_CHARS = 12
 _MAX_REASON_CHARS = 1000  # a reason quotes what it refuses, which may be the whole of a long line
-_NOT_IN_A_LINE = {"logits_processors", "prompt_logprobs", "detokenize"}
 
 
 class BadLine(Exception):
@@ -107,7 +107,7 @@ class LineParser:
             )
         if taken := _taken_keys(data):
             raise ValueError(f"the key {taken[0]!r} is where the result goes; rename it")
-        for name in _NOT_IN_A_LINE & data.keys():
+        for name in NOT_IN_A_LINE & data.keys():
             raise ValueError(f"{name!r} cannot be asked for in a line; leave it out")
         messages = data.get("messages")
         return Job(
@@ -212,15 +212,16 @@ def error_record(bad: BadLine, line_number: int, digest: str = "") -> dict[str, 
 def api_record(job: Job, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
     """The output line of a request in the OpenAI form."""
     identity = _record_id(job.line_number, job.custom_id, job.digest)
+    suffix = identity.removeprefix(_ID_PREFIX)
     is_chat = job.form == "chat"
     return {
         "id": identity,
         "custom_id": job.custom_id,
         "response": {
             "status_code": 200,
-            "request_id": identity.replace("batch_req_", "req_"),
+            "request_id": f"req_{suffix}",
             "body": {
-                "id": identity.replace("batch_req_", "chatcmpl-" if is_chat else "cmpl-"),
+                "id": f"chatcmpl-{suffix}" if is_chat else f"cmpl-{suffix}",
                 "object": "chat.completion" if is_chat else "text_completion",
                 "created": int(time.time()),
                 "model": job.model,

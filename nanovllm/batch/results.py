@@ -46,8 +46,7 @@ def _one_or_all(values: list[Any], job: Job) -> Any:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    num_prompt = len(output.prompt_token_ids)
-    num_output = sum(len(answer.token_ids) for answer in output.outputs)
+    num_prompt, num_output = len(output.prompt_token_ids), output.num_output_tokens
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,

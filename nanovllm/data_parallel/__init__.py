@@ -134,8 +134,7 @@ class DataParallelLLM:
         with Progress(use_tqdm, len(items)) as progress, run as results:
             for index, output in results:
                 outputs[index] = output
-                num_out = sum(len(answer.token_ids) for answer in output.outputs)
-                progress.show_finished(len(output.prompt_token_ids), num_out)
+                progress.show_finished(len(output.prompt_token_ids), output.num_output_tokens)
                 progress.show_state(*self.load())
         warn_if_cut(outputs.values(), params)
         return [outputs[index] for index in range(len(items))]

@@ -6,8 +6,7 @@ import torch
 
 from nanovllm.kernels._triton import tl, triton, use_triton
 from nanovllm.kernels.noise import gumbel, random_bits_device, row_words_device, uniform_device
-
-GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy: the quotient would overflow soon
+from nanovllm.sampling_params import GREEDY_TEMPERATURE
 
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 _LOG2_E = tl.constexpr(math.log2(math.e))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.sample import GREEDY_TEMPERATURE
+from nanovllm.sampling_params import GREEDY_TEMPERATURE
 
 _BARRED = float("-inf")
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from nanovllm.kernels._triton import tl, triton, use_triton
-from nanovllm.kernels.sample import GREEDY_TEMPERATURE
+from nanovllm.sampling_params import GREEDY_TEMPERATURE
 
 # Likely tokens of a row that are gathered, so that a search reads them and not the vocabulary.
 _MAX_CANDIDATES = 2048
