@@ -19,7 +19,7 @@ from nanovllm import __version__
 from nanovllm.batch import BatchOptions, run_batch
 from nanovllm.batch.summary import BROKEN, INTERRUPTED
 from nanovllm.config import Config
-from nanovllm.data_parallel import DataParallelLLM
+from nanovllm.data_parallel import open_llm
 from nanovllm.llm import LLM
 from nanovllm.models.registry import supported_architectures
 from nanovllm.sampling_params import SamplingParams
@@ -158,7 +158,7 @@ def _bench(args: argparse.Namespace) -> int:
     for name in ("num_prompts", "input_len", "output_len"):
         check_int(_flag(name), getattr(args, name), minimum=1)
     draw = random.Random(args.seed)
-    with _open_llm(args) as llm:
+    with open_llm(args.model, args.data_parallel_size, _engine_options(args)) as llm:
         vocab_size = min(len(llm.get_tokenizer()), 50_000)
         prompts = [
             [draw.randrange(3, vocab_size) for _ in range(args.input_len)]
@@ -179,13 +179,6 @@ def _bench(args: argparse.Namespace) -> int:
         f"{(num_in + num_out) / elapsed:,.0f} tokens/s in all"
     )
     return 0
-
-
-def _open_llm(args: argparse.Namespace) -> LLM | DataParallelLLM:
-    options = _engine_options(args)
-    if args.data_parallel_size == 1:
-        return LLM(args.model, **options)
-    return DataParallelLLM(args.model, data_parallel_size=args.data_parallel_size, **options)
 
 
 def _models(args: argparse.Namespace) -> int:

@@ -155,7 +155,7 @@ def test_a_dead_engines_requests_go_to_the_other(expected, monkeypatch):
         (fault,) = llm.faults
         assert fault.startswith("Engine 1 was killed by signal 9.")
         # What so many engines die under is given up, or it would end them all, again and again.
-        monkeypatch.setattr("nanovllm.data_parallel._MAX_DEATHS", 1)
+        monkeypatch.setattr("nanovllm.data_parallel.job._MAX_DEATHS", 1)
         params, (pid,) = SamplingParams(max_tokens=None, ignore_eos=True), llm.worker_pids
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False, return_errors=True)

@@ -56,13 +56,13 @@ def test_what_stands_behind_a_link_is_found_by_its_parent(place):
 
 def test_a_job_does_not_depend_on_the_current_directory(place, monkeypatch):
     Path("in.jsonl").write_text('{"prompt": "hello", "max_tokens": 2}\n')
-    real = nanovllm.batch._make_llm
+    real = nanovllm.batch.open_llm
 
     def make_and_go(*args):
         os.chdir(place / "elsewhere")
         return real(*args)
 
-    monkeypatch.setattr(nanovllm.batch, "_make_llm", make_and_go)
+    monkeypatch.setattr(nanovllm.batch, "open_llm", make_and_go)
     files = {"metrics": "m.json", "report": Path("r.html"), "trace": "t.json"}
     options = BatchOptions("in.jsonl", "out.jsonl", show_progress=False, **files)
     assert run_batch("model", options, lora="adapter", **OPTIONS).exit_code == 0

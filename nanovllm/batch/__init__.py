@@ -26,7 +26,7 @@ from nanovllm.batch.source import LineSource, count_lines, is_regular_file
 from nanovllm.batch.stop import DrainOnSignal
 from nanovllm.batch.summary import BatchSummary
 from nanovllm.config import Config
-from nanovllm.data_parallel import DataParallelLLM
+from nanovllm.data_parallel import DataParallelLLM, open_llm
 from nanovllm.llm import LLM
 from nanovllm.metrics import StepSample
 from nanovllm.outputs import RequestOutput
@@ -84,7 +84,7 @@ def run_batch(
         started = time.monotonic()
         # As they were checked: relative paths are those of before.
         checked = {name: getattr(config, name) for name in engine_options}
-        llm = _make_llm(config.model, size, checked)
+        llm = open_llm(config.model, size, checked)
         stack.callback(llm.close)
         summary = BatchSummary(
             num_done_before=journal.num_finished,
@@ -122,14 +122,6 @@ def _check_files(options: BatchOptions) -> None:
             "--trace": options.trace,
         },
     )
-
-
-def _make_llm(
-    model: str | os.PathLike[str], data_parallel_size: int, engine_options: dict[str, Any]
-) -> LLM | DataParallelLLM:
-    if data_parallel_size == 1:
-        return LLM(model, **engine_options)
-    return DataParallelLLM(model, data_parallel_size=data_parallel_size, **engine_options)
 
 
 class _Run:

@@ -8,14 +8,12 @@ work.
 from __future__ import annotations
 
 import atexit
-import logging
 import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields
-from multiprocessing.connection import Connection, wait
 from threading import Event
 from typing import Any
 
@@ -23,29 +21,34 @@ import torch
 
 from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
-from nanovllm.data_parallel.engine_process import EngineProcess, RunItem, close_all
+from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, close_all
+from nanovllm.data_parallel.job import Job
 from nanovllm.data_parallel.placement import engine_environments
-from nanovllm.data_parallel.requests import Job, Open, make_builder
-from nanovllm.frontend.output_processor import Request
-from nanovllm.frontend.request_builder import BadPrompt, derived_seed, params_list, prompt_list
-from nanovllm.frontend.start_up import checked_on, read_model
+from nanovllm.frontend.request_builder import Limits, RequestBuilder, params_list, prompt_list
+from nanovllm.frontend.start_up import ModelFiles, checked_on, read_model
 from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import checked_window, paired
+from nanovllm.llm import LLM
 from nanovllm.metrics import Metrics, StepSample
 from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import AllAtOnce, ReadAhead
-from nanovllm.run_requests import NOTHING_STARTED, checked, error_output, warn_if_cut
+from nanovllm.run_requests import NOTHING_STARTED, checked, warn_if_cut
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_callable, check_int
 from nanovllm.utils.interrupt import InterruptFlag
 from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.progress import Progress
 
-logger = logging.getLogger(__name__)
-
 _CHUNK = 128  # prompts tokenised at once, in a thread while the engines work
-_MAX_DEATHS = 3  # after so many engines died under it a request is given up
-_POLL_S = 0.5
+
+
+def open_llm(
+    model: str | os.PathLike[str], data_parallel_size: int, options: dict[str, Any]
+) -> LLM | DataParallelLLM:
+    """One engine in this process, or several in processes of their own."""
+    if data_parallel_size == 1:
+        return LLM(model, **options)
+    return DataParallelLLM(model, data_parallel_size=data_parallel_size, **options)
 
 
 class DataParallelLLM:
@@ -82,7 +85,7 @@ class DataParallelLLM:
             self.close()
             raise
         self.max_model_len = min(item.max_model_len for item in facts)
-        self._builder = make_builder(self._files, facts, config.seed)
+        self._builder = _make_builder(self._files, facts, config.seed)
 
     # ---- what LLM has
 
@@ -175,8 +178,13 @@ class DataParallelLLM:
         """Call `sink` with what each step of each engine did, a moment later; None: no more."""
         check_callable("sink", sink)
         self._sink = sink
-        for engine in self._alive():
-            engine.send(("observe", sink is not None))
+        for engine in self._engines:
+            if engine.is_alive:
+                engine.send(("observe", sink is not None))
+
+    def _on_sample(self, sample: StepSample) -> None:
+        if self._sink is not None:
+            self._sink(sample)
 
     @property
     def metrics(self) -> Metrics:
@@ -221,7 +229,8 @@ class DataParallelLLM:
         self._owner.check()
         if self._is_running:
             raise RuntimeError("One generate at a time: finish or close the last generate_iter.")
-        job, num_read, is_drained, is_reading = Job(), 0, False, True
+        job = Job(self._engines, self._config.seed, faults=self.faults, on_sample=self._on_sample)
+        num_read, is_drained, is_reading = 0, False, True
         error: BaseException | None = None
         # A message to or from an engine that Ctrl-C cut in half would make the next one garbage.
         interrupt = InterruptFlag()
@@ -237,16 +246,16 @@ class DataParallelLLM:
                 with interrupt:
                     if drain is not None and drain.is_set() and not is_drained:
                         is_reading, is_drained = False, True
-                        self._drop_waiting(job)
+                        job.drop_waiting()
                     while is_reading and not results and len(job.open) < window:
                         if not (chunk := ahead.take(0)):
                             break
                         is_reading, error = not chunk.is_last, chunk.error
-                        results += self._take_in(chunk.built, num_read, job)
+                        results += job.take_in(chunk.built, num_read)
                         num_read += len(chunk.built)
-                    self._hand_out(job, is_complete=not is_reading)
+                    job.hand_out(is_complete=not is_reading)
                     if not results and (is_reading or job.open):
-                        results += self._receive(job, woken)
+                        results += job.receive(woken)
                 if interrupt.count:
                     raise KeyboardInterrupt
                 yield from results
@@ -257,134 +266,22 @@ class DataParallelLLM:
             try:
                 with interrupt:
                     ahead.close()
-                    for engine in self._alive():
-                        engine.send(("abort", list(engine.open)))
-                        engine.forget_all()
-                        engine.is_recalling = engine.is_draining = False
+                    job.give_up()
                     woken.close()
                     waker.close()
             finally:
                 if interrupt.count > 1:  # it struck at once, and nobody knows what
                     self.close()
 
-    def _take_in(
-        self, built: list[Request | BadPrompt], num_read: int, job: Job
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        for index, item in enumerate(built, num_read):
-            if isinstance(item, BadPrompt):
-                yield index, error_output(item, index)
-                continue
-            seed = item.params.seed
-            if seed is None:
-                seed = derived_seed(self._config.seed, int(item.request_id))
-            opened = Open(index, item, seed)
-            job.open[item.request_id] = opened
-            job.waiting.append(opened)
 
-    def _hand_out(self, job: Job, *, is_complete: bool) -> None:
-        """Give waiting requests to the engines with the most room, the emptiest first."""
-        batches: dict[int, list[RunItem]] = {}
-        alive = self._alive()
-        while job.waiting and alive:
-            engine = min(alive, key=lambda item: item.num_open_seqs)
-            if not engine.has_room:
-                break
-            opened = job.waiting.popleft()
-            request = opened.request
-            engine.take(request.request_id, request.params.n)
-            batches.setdefault(engine.number, []).append(opened.run_item())
-        for number, items in batches.items():
-            self._engines[number].send(("run", items))
-        if is_complete and not job.waiting:
-            self._level(alive)
-
-    def _level(self, alive: list[EngineProcess]) -> None:
-        """At the end of the queue: what waits in one engine goes to another that has run dry."""
-        if not any(not engine.open for engine in alive):
-            return
-        for engine in alive:
-            num_waiting = engine.load[1]
-            if num_waiting and not engine.is_recalling:
-                engine.is_recalling = True
-                engine.send(("recall", (num_waiting + 1) // 2))
-
-    def _drop_waiting(self, job: Job) -> None:
-        for opened in job.waiting:
-            del job.open[opened.request.request_id]
-        job.waiting.clear()
-        for engine in self._alive():
-            engine.is_draining = True
-            engine.send(("recall", None))
-
-    def _receive(self, job: Job, woken: Connection) -> Iterator[tuple[int, RequestOutput]]:
-        """Wait for news from the engines or the reader, and deal with it."""
-        connections = {engine.connection: engine for engine in self._alive()}
-        if not connections:
-            raise RuntimeError("All engines have died:\n" + "\n".join(self.faults))
-        for ready in wait([*connections, woken], timeout=_POLL_S):
-            if ready is woken:
-                woken.recv()
-                continue
-            engine = connections[ready]  # type: ignore[index]  # `wait` gives back what it was given
-            try:
-                kind, payload = engine.receive()
-            except (EOFError, OSError):
-                yield from self._bury(engine, job)
-                continue
-            if kind == "failed":
-                engine.failure = payload.trace
-            elif kind == "returned":
-                self._take_back(engine, payload, job)
-            else:
-                yield from self._finish(engine, payload, job)
-
-    def _finish(
-        self, engine: EngineProcess, outputs: list[RequestOutput], job: Job
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        if self._sink is not None:
-            for sample in engine.samples:
-                self._sink(sample)
-        engine.samples.clear()
-        for output in outputs:
-            engine.forget(output.request_id)
-            opened = job.open.pop(output.request_id, None)
-            if opened is not None:
-                yield opened.index, output
-
-    def _take_back(self, engine: EngineProcess, request_ids: list[str], job: Job) -> None:
-        engine.is_recalling = False
-        if not request_ids:  # all that waits there has run before: do not ask again at once
-            engine.load = (engine.load[0], 0, engine.load[2])
-        for request_id in request_ids:
-            engine.forget(request_id)
-            opened = job.open.get(request_id)
-            if opened is None:
-                continue
-            if engine.is_draining:
-                del job.open[request_id]
-            else:
-                job.waiting.append(opened)
-        engine.is_draining = False
-
-    def _bury(self, engine: EngineProcess, job: Job) -> Iterator[tuple[int, RequestOutput]]:
-        """An engine is gone: its requests go to the others, but for those that kill engines."""
-        lost = [job.open[request_id] for request_id in engine.open if request_id in job.open]
-        engine.forget_all()
-        self.faults.append(f"{engine.end()} {len(lost)} open requests went to other engines.")
-        logger.error("%s", self.faults[-1])
-        if engine.is_draining:
-            for opened in lost:  # not known to have begun: left for another run
-                del job.open[opened.request.request_id]
-            return
-        for opened in reversed(lost):
-            opened.num_deaths += 1
-            if opened.num_deaths < _MAX_DEATHS:
-                job.waiting.appendleft(opened)
-                continue
-            del job.open[opened.request.request_id]
-            reason = f"was given up: {opened.num_deaths} engines died while they had it"
-            bad = BadPrompt(opened.index, opened.request.prompt, reason)
-            yield opened.index, error_output(bad, opened.index)
-
-    def _alive(self) -> list[EngineProcess]:
-        return [engine for engine in self._engines if engine.is_alive]
+def _make_builder(files: ModelFiles, facts: list[EngineFacts], seed: int) -> RequestBuilder:
+    """The builder of requests that any of the engines can take."""
+    limits = Limits(
+        min(item.max_model_len for item in facts),
+        min(item.num_cache_tokens for item in facts),
+        files.model_config.vocab_size,
+        allows_processors=False,
+    )
+    return RequestBuilder(
+        files.tokenizer, limits, files.eos_ids, seed, is_taken=lambda request_id: False
+    )

@@ -140,7 +140,7 @@ def test_no_file_beside_the_output_is_another_of_the_job(tmp_path, option, name)
 def test_a_path_that_cannot_be_written_is_found_before_the_model_is_loaded(
     tmp_path, monkeypatch, option, name
 ):
-    monkeypatch.setattr("nanovllm.batch._make_llm", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("nanovllm.batch.open_llm", lambda *_: pytest.fail("loaded"))
     source = write(tmp_path / "in.jsonl", GOOD)
     (tmp_path / "directory").mkdir()
     options = {"output": tmp_path / "out.jsonl", option: tmp_path / name}
@@ -228,7 +228,7 @@ def test_what_nobody_foresaw_is_one_line_and_exit_code_2(tmp_path, monkeypatch, 
     def broken(*_, **__):
         raise RuntimeError("out of\nluck")
 
-    monkeypatch.setattr("nanovllm.batch._make_llm", broken)
+    monkeypatch.setattr("nanovllm.batch.open_llm", broken)
     source = write(tmp_path / "in.jsonl", GOOD)
     words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "o"), "--model", str(MODEL)]
     assert main([*words, "--device", "cpu"]) == 2
