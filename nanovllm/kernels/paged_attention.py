@@ -187,8 +187,8 @@ def _decode_kernel(
 def _unpack(pairs, PTX: tl.constexpr):
     """Return the low and the high bytes of int16, which are e4m3, as float16."""
     if PTX is not None:
-        dtypes: tl.constexpr = (tl.float16, tl.float16)
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [pairs], dtypes, is_pure=True, pack=2)
+        # The dtypes not by a name: Triton 3.9 takes no constexpr that is a tuple of them.
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2)
     low = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True)
     high = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
     return low.to(tl.float16), high.to(tl.float16)

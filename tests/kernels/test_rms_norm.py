@@ -83,6 +83,21 @@ def test_triton_takes_strided_rows():
     assert torch.equal(new_residual, expected_sum)
 
 
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's 4 GiB are touched in few places")
+def test_triton_takes_shares_that_lie_more_than_int32_apart():
+    """As those of eight experts and 150,000 tokens; offsets once wrapped to addresses of nobody."""
+    far = 2**30 + 64
+    x = torch.empty(2 * far + 128, dtype=torch.float16).as_strided((3, 2, 64), (far, 64, 1))
+    for share in x:
+        share.normal_()
+    residual, weight = torch.randn(2, 64).half(), torch.ones(64).half()
+    expected, expected_sum = add_rms_norm_reference(x, residual, weight, 1e-6)
+    out, total = add_rms_norm_triton(x, residual, weight, 1e-6)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(total, expected_sum, atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize(
     "norms",
     [
