@@ -205,7 +205,8 @@ _INTS: dict[str, tuple[int, int | None, str]] = {
         2**31 - 1,
         "It bounds a step; longer prompts take several steps.",
     ),
-    "max_num_seqs": (1, 2**20, "It bounds how many sequences run in one step."),
+    # A GPU launches 65,535 rows at most, and decode attention's plan holds all in registers.
+    "max_num_seqs": (1, 2**15, "It bounds how many sequences run in one step."),
     "tensor_parallel_size": (1, None, "It is the number of devices that share the model."),
     "seed": (-(2**63), 2**64 - 1, "Any 64-bit integer will do."),
 }

@@ -217,9 +217,9 @@ def test_sdpa_decode_in_slices_matches_one_slice(monkeypatch):
     Step([(1, 40), (1, 0), (1, 1), (1, 90), (1, 0), (1, 3)], is_decode=True).check("sdpa")
 
 
-def choose(name, *, device=CPU, dtype=torch.bfloat16, head_dim=128, block_size=64):
+def choose(name, *, device=CPU, dtype=torch.bfloat16, head_dim=128, block_size=64, is_fp8=False):
     return get_backend(
-        name, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size
+        name, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, is_fp8=is_fp8
     ).name
 
 
@@ -237,6 +237,9 @@ def test_auto_on_a_cpu_is_sdpa_and_says_so(caplog):
         ({"head_dim": 256}, "triton"),
         ({"dtype": torch.float32}, "triton"),
         ({"head_dim": 80}, "sdpa"),
+        ({"head_dim": 16}, "triton"),
+        ({"head_dim": 16, "is_fp8": True}, "sdpa"),  # the decode kernel would not compile
+        ({"head_dim": 32, "is_fp8": True}, "triton"),
     ],
     ids=str,
 )
@@ -267,6 +270,7 @@ def test_a_cuda_backend_on_a_cpu_is_refused(name, monkeypatch):
         ({"head_dim": 80}, "takes head_dim 16, 32, 64, 128, 256, got 80"),
         ({"dtype": torch.float64}, "takes dtype .*, got torch.float64"),
         ({"block_size": 24}, "multiple of 16, got 24"),
+        ({"head_dim": 16, "is_fp8": True}, "takes head_dim 32 or more with a cache in fp8, got 16"),
     ],
     ids=str,
 )

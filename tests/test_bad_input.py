@@ -479,7 +479,7 @@ def test_more_than_the_memory_holds_names_the_option(tiny_llm, value):
 
 
 def test_more_rows_than_any_memory_holds_are_refused(tiny_llm):
-    with pytest.raises(ValueError, match=r"max_num_seqs must be from 1 to 1048576, got 2000000\."):
+    with pytest.raises(ValueError, match=r"max_num_seqs must be from 1 to 32768, got 2000000\."):
         tiny_llm(max_num_seqs=2_000_000)
 
 

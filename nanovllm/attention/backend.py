@@ -56,9 +56,12 @@ _FLASH_ATTN_HEAD_DIMS = (64, 128)  # what was tried: wheels may be built for the
 
 
 def get_backend(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
-) -> type[AttentionBackend]:
+    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int,
+    is_fp8: bool = False,
+) -> type[AttentionBackend]:  # fmt: skip
     """Import the backend called `name`; "auto" takes the fastest that is installed and fits.
+
+    dtype: the model's; is_fp8: whether the KV cache is in fp8
 
     Raises ValueError where an explicit choice cannot work, ImportError where it needs a package.
     """
@@ -66,7 +69,7 @@ def get_backend(
         raise ValueError(
             f"attention_backend must be 'auto' or one of {', '.join(_BACKENDS)}, got {name!r}."
         )
-    fit = (device, dtype, head_dim, block_size)
+    fit = (device, dtype, head_dim, block_size, is_fp8)
     if name == "auto":
         backend = _fastest(*fit)
     else:
@@ -88,17 +91,18 @@ def get_backend(
         "Attention backend: %s (%s, %s, head_dim %d, block_size %d)",
         backend.name,
         device.type,
-        *fit[1:],
+        *fit[1:4],
     )
     return backend
 
 
 def _fastest(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, is_fp8: bool
 ) -> type[AttentionBackend]:
     # Not flash_attn: its prefill was slower than ours. The interpreter lets `triton` run on a CPU,
     # but only for who asks for it by name.
-    if device.type == "cuda" and not _obstacle("triton", device, dtype, head_dim, block_size):
+    fit = (device, dtype, head_dim, block_size, is_fp8)
+    if device.type == "cuda" and not _obstacle("triton", *fit):
         try:
             return _load("triton")
         except ImportError as error:
@@ -112,8 +116,9 @@ def flash_attn_fits(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def _obstacle(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
-) -> str | None:
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int,
+    is_fp8: bool,
+) -> str | None:  # fmt: skip
     """Say why the backend cannot work, or None; does not look at what is installed."""
     if name == "sdpa":
         return None
@@ -122,6 +127,8 @@ def _obstacle(
         return f"needs a CUDA device, got {device.type!r}"
     if head_dim not in _TRITON_HEAD_DIMS:
         return f"takes head_dim {', '.join(map(str, _TRITON_HEAD_DIMS))}, got {head_dim}"
+    if is_fp8 and head_dim < 32:  # halves of a head, which the tensor cores take by 16
+        return f"takes head_dim 32 or more with a cache in fp8, got {head_dim}"
     if dtype not in _TRITON_DTYPES:
         return f"takes dtype {', '.join(map(str, _TRITON_DTYPES))}, got {dtype}"
     if block_size % 16:

@@ -59,6 +59,11 @@ class RenumberedStore(c10d.Store):
         self._inner.wait([self._renumbered(key) for key in keys], _TIMEOUT)
 
 
+def slot_bytes_for(size: int) -> int:
+    """Bytes of one rank's message: whole cache lines, so that all that follows is aligned."""
+    return _TOTAL_SLOT_BYTES // size // 128 * 128
+
+
 class PeerMemory:
     """Owns this rank's inbox and the mappings of the others'. All ranks build it together."""
 
@@ -72,7 +77,7 @@ class PeerMemory:
         self._name = Path(store_path).parent.name + "-" + Path(store_path).name
         self._group = c10d.ProcessGroup(self._store, rank, size)
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        slot_bytes = _TOTAL_SLOT_BYTES // size
+        slot_bytes = slot_bytes_for(size)
         data_bytes, flag_bytes = 2 * size * slot_bytes, 8 * size * num_programs * FLAG_WIDTH
         with torch.cuda.device(device), environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
             c10d._register_process_group(self._name, self._group)  # type: ignore[arg-type]  # str
@@ -97,7 +102,8 @@ class PeerMemory:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether `x` is small enough, and lies as the kernel wants it."""
-        return x.numel() * x.element_size() <= self.max_bytes and x.is_contiguous()
+        # Not an empty one: ranks would not wait for each other, as the next message counts on.
+        return 0 < x.numel() * x.element_size() <= self.max_bytes and x.is_contiguous()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place, and return it."""

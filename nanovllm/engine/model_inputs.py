@@ -165,6 +165,12 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.int32)] * _NUM_BUFFERS
+        # When each was last read. Where steps are waited for that is long ago; where one fault
+        # follows another the device may lag behind by more steps than there are buffers.
+        self._is_cuda = device.type == "cuda"
+        self._copied: list[torch.cuda.Event] = []
+        for _ in range(_NUM_BUFFERS if self._is_cuda else 0):
+            self._copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # torch's
         self._turn = 0
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -175,14 +181,18 @@ class Uploader:
         total = starts[-1]
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         staging = self._buffers[self._turn]
+        if self._copied:
+            self._copied[self._turn].synchronize()
         if staging.numel() < total:
-            is_cuda = self._device.type == "cuda"
-            staging = torch.empty(max(4096, 2 * total), dtype=torch.int32, pin_memory=is_cuda)
+            size = max(4096, 2 * total)
+            staging = torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda)
             self._buffers[self._turn] = staging
         flat = staging.numpy()
         for array, start in zip(arrays, starts, strict=False):
             flat[start : start + array.size] = array.reshape(-1)
         # On a CPU the copy is what makes the tensors outlive the staging buffer.
         on_device = staging[:total].to(self._device, non_blocking=True, copy=True)
+        if self._copied:
+            self._copied[self._turn].record()
         spans = zip(arrays, starts, strict=False)
         return [on_device[at : at + a.size].view(a.shape) for a, at in spans]

@@ -89,6 +89,7 @@ class ModelRunner:
             dtype=dtype,
             head_dim=model_config.head_dim,
             block_size=self._block_size,
+            is_fp8=is_fp8,
         )
         self._backend = backend_class(
             num_heads=model_config.num_heads // tp_size,

@@ -167,3 +167,29 @@ def test_uploaded_arrays_start_on_16_byte_borders():
 def test_an_upload_of_nothing_is_fine(num_arrays):
     arrays = [np.zeros(0, dtype=np.int32)] * num_arrays
     assert [t.numel() for t in Uploader(torch.device("cpu")).upload(arrays)] == [0] * num_arrays
+
+
+def test_a_buffer_is_written_again_only_when_its_copy_is_done():
+    """After faults the device may lag behind by more steps than there are buffers."""
+    uploader = Uploader(torch.device("cpu"))
+    uploader.upload([ints(1)])
+    log = []
+
+    class Event:
+        def __init__(self, turn: int) -> None:
+            self.turn = turn
+
+        def synchronize(self) -> None:
+            log.append(("wait", self.turn, int(uploader._buffers[self.turn][:1].sum())))
+
+        def record(self) -> None:
+            log.append(("copied", self.turn, int(uploader._buffers[self.turn][0])))
+
+    uploader._copied = [Event(turn) for turn in range(3)]
+    for number in (2, 3, 4):
+        uploader.upload([ints(number)])
+    assert log == [
+        *(("wait", 2, 0), ("copied", 2, 2)),
+        *(("wait", 0, 0), ("copied", 0, 3)),
+        *(("wait", 1, 1), ("copied", 1, 4)),  # what the first upload left is there until then
+    ]
