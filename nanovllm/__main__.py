@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 from nanovllm import __version__
 from nanovllm.batch import BatchOptions, run_batch
 from nanovllm.batch.summary import BROKEN, INTERRUPTED
+from nanovllm.command_line import Parser, shard
 from nanovllm.config import Config
 from nanovllm.data_parallel import open_llm
 from nanovllm.llm import LLM
@@ -229,9 +230,7 @@ def _complain(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "nanovllm", description="Offline batch inference for language models."
-    )
+    parser = Parser("nanovllm", description="Offline batch inference for language models.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -241,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(batch)
     job = batch.add_argument_group("job")
     job.add_argument(
-        "--shard", type=_shard, default=(0, 1), metavar="I/N", help="do every n-th line, i from 0"
+        "--shard", type=shard, default=(0, 1), metavar="I/N", help="do every n-th line, i from 0"
     )
     job.add_argument("--overwrite", action="store_true", help="start anew: results so far are lost")
     job.add_argument(
@@ -379,13 +378,6 @@ def _metavar(name: str, kind: Callable[[str], Any]) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _shard(text: str) -> tuple[int, int]:
-    which, slash, num_shards = text.partition("/")
-    if not (slash and which.isdigit() and num_shards.isdigit() and int(which) < int(num_shards)):
-        raise argparse.ArgumentTypeError(f"must be I/N with I from 0 to N-1, got {text!r}")
-    return int(which), int(num_shards)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nanovllm.frontend.prompts import plain_list
 from nanovllm.frontend.request_builder import BadPrompt
-from nanovllm.utils.checks import check_bool
+from nanovllm.sampling_params import CALL_ADVICE
+from nanovllm.utils.checks import check_bool, hint_unknown_keywords
 
 _EXAMPLE = "{'role': 'user', 'content': 'Hello'}"
 # What `chat` has arguments for, and what it decides itself.
@@ -23,6 +25,7 @@ _TAKEN = (
 )
 
 
+@hint_unknown_keywords("chat has no option", CALL_ADVICE)
 def chat_prompts(
     tokenizer: Any,
     messages: Any,
@@ -41,6 +44,11 @@ def chat_prompts(
     check_bool("continue_final_message", continue_final_message)
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template must be a Jinja template, got {chat_template!r:.80}.")
+    if chat_template is not None and "{" not in chat_template:
+        raise ValueError(
+            "chat_template must be the text of a Jinja template; without '{{' and '{%' it lays out "
+            f"all conversations alike, got {chat_template!r:.200}. Pass what is in the file."
+        )
     if tools is not None and not isinstance(tools, list | tuple):
         raise TypeError(f"tools must be a list of functions or JSON schemas, got {tools!r:.80}.")
     if add_generation_prompt and continue_final_message:
@@ -112,6 +120,7 @@ def _is_for_the_template(message: Mapping[str, Any]) -> bool:
 
 def _conversations(messages: Any) -> list[Any]:
     """One conversation or several, as a list of conversations."""
+    messages = plain_list(messages)
     if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping):
         items = list(messages)
         if any(isinstance(item, list | tuple) for item in items) or not items:

@@ -43,6 +43,9 @@ _ADVICE = {
     "swap_space": "Preempted requests are computed again, never swapped out: leave it out.",
     "enable_chunked_prefill": "Prompts are always split where needed: leave it out.",
     "enable_lora": "Pass lora=DIR: one adapter, merged into the weights while they load.",
+    "skip_tokenizer_init": "A model may lack a tokenizer, and prompts be ids: leave it out.",
+    "tokenizer_mode": "Tokenizers are the fast ones of tokenizer.json: leave it out.",
+    "max_lora_rank": "Pass lora=DIR alone: an adapter may have any rank.",
     "revision": "Download that revision and pass its directory as the model.",
 }
 

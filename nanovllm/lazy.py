@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.frontend.llm_engine import LLMEngine
 from nanovllm.frontend.output_processor import Request
+from nanovllm.frontend.prompts import check_no_table
 from nanovllm.frontend.request_builder import BadPrompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import ReadAhead
@@ -27,12 +28,14 @@ def paired(
     # A dict is an iterable of its keys, and a single prompt elsewhere.
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}.")
+    check_no_table("prompts", prompts)
     if isinstance(params, SamplingParams):
         return zip(prompts, repeat(params), strict=False)
     if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        advice = " SamplingParams(**options) makes one of a dict." * isinstance(params, Mapping)
         raise TypeError(
             "sampling_params must be a SamplingParams or an iterable with one for each prompt, "
-            f"got {type(params).__name__}."
+            f"got {type(params).__name__}.{advice}"
         )
     return _paired(prompts, iter(params))
 

@@ -11,15 +11,16 @@ from typing import Any, NoReturn
 from nanovllm.chat import chat_prompts
 from nanovllm.config import Config
 from nanovllm.frontend.llm_engine import LLMEngine
-from nanovllm.frontend.request_builder import params_list, prompt_list
+from nanovllm.frontend.prompts import prompt_list
+from nanovllm.frontend.request_builder import params_list
 from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import checked_window, iterate, paired, stream_text
 from nanovllm.metrics import Metrics, StepSample, StepSampler
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_prompts, step_whole, without_interrupts
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import CALL_ADVICE, SamplingParams
 from nanovllm.scoring import score_continuations
-from nanovllm.utils.checks import check_callable, check_int
+from nanovllm.utils.checks import check_callable, check_int, hint_unknown_keywords
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class LLM:
 
     # ---- whole batches
 
+    @hint_unknown_keywords("generate has no option", CALL_ADVICE)
     def generate(
         self,
         prompts: Any,
@@ -56,12 +58,14 @@ class LLM:
             return_errors: a prompt that cannot run becomes an output with `error` set and no
                 completions; otherwise a ValueError lists all such prompts before any work starts
         """
+        self._engine.check_ready()
         items, _ = prompt_list(prompts)
         params = params_list(self._params_or_default(sampling_params), len(items))
         return run_prompts(
             self._engine, items, params, use_tqdm=use_tqdm, return_errors=return_errors
         )
 
+    @hint_unknown_keywords("chat has no option", CALL_ADVICE)
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
@@ -87,6 +91,7 @@ class LLM:
             tools: functions or JSON schemas that the template describes to the model
             return_errors: as in `generate`; a conversation is named as the prompt of its index
         """
+        self._engine.check_ready()
         prompts = chat_prompts(
             self.get_tokenizer(),
             messages,
@@ -109,6 +114,7 @@ class LLM:
 
     # ---- as results come
 
+    @hint_unknown_keywords("generate_iter has no option", CALL_ADVICE)
     def generate_iter(
         self,
         prompts: Iterable[Any],
@@ -124,12 +130,15 @@ class LLM:
         `error` set. Closing the generator aborts what is open; setting `drain`, from any thread,
         lets what runs finish and drops the rest.
         """
+        self._engine.check_ready()
         window = checked_window(window, drain, default=4 * self._engine.config.max_num_seqs)
         pairs = paired(prompts, self._params_or_default(sampling_params))
         return iterate(self._engine, pairs, window=window, drain=drain)
 
+    @hint_unknown_keywords("stream has no option", CALL_ADVICE)
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one request piece by piece; the pieces make up its final text."""
+        self._engine.check_ready()
         (params,) = params_list(self._params_or_default(sampling_params), 1)
         if params.n > 1:
             raise ValueError(
@@ -143,6 +152,7 @@ class LLM:
 
     # ---- how likely a given text is
 
+    @hint_unknown_keywords("score has no option", CALL_ADVICE)
     def score(
         self,
         contexts: Any,
@@ -156,10 +166,12 @@ class LLM:
             continuations: texts or lists of token ids
             use_tqdm: show progress; a callable is used in tqdm's place
         """
+        self._engine.check_ready()
         return score_continuations(self._engine, contexts, continuations, use_tqdm=use_tqdm)
 
     # ---- step by step
 
+    @hint_unknown_keywords("add_request has no option", CALL_ADVICE)
     def add_request(
         self,
         prompt: Any,

@@ -1,5 +1,6 @@
 """What one request asks for: how tokens are drawn, when to stop, what to return."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -24,9 +25,14 @@ _ADVICE = {
     "do_sample": "temperature=0 is greedy, any other temperature samples.",
     "eos_token_id": "Did you mean 'stop_token_ids'?",
     "stop_strings": "Did you mean 'stop'?",
-    "use_beam_search": "Beam search is not supported.",
-    "guided_decoding": "Structured output is not supported; see 'logits_processors'.",
-    "structured_outputs": "Structured output is not supported; see 'logits_processors'.",
+    "max_completion_tokens": "Did you mean 'max_tokens'?",
+    **dict.fromkeys(
+        ("use_beam_search", "early_stopping", "length_penalty"), "Beam search is not supported."
+    ),
+    **dict.fromkeys(
+        ("guided_decoding", "structured_outputs", "response_format"),
+        "Structured output is not supported; see 'logits_processors'.",
+    ),
     "output_kind": "Outputs are always whole: leave it out.",
 }
 
@@ -187,6 +193,19 @@ class SamplingParams:
             )
 
 
+# What to do about arguments of vLLM's methods, and about what belongs elsewhere.
+CALL_ADVICE = {
+    **{
+        item.name: f"Pass it in sampling_params, as SamplingParams({item.name}=...)."
+        for item in fields(SamplingParams)
+    },
+    "params": "Did you mean 'sampling_params'?",
+    "prompt_token_ids": "Pass the ids as prompts.",
+    "lora_request": "Pass lora=DIR to LLM: one adapter, merged into the weights while they load.",
+    "enable_thinking": "Pass chat_template_kwargs={'enable_thinking': ...} to chat.",
+}
+
+
 def _seed(value: Any) -> int | None:
     if value is None:
         return None
@@ -283,4 +302,20 @@ def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
                 f"logits_processors must hold callables only, got {processor!r} "
                 f"of type {type(processor).__name__}."
             )
+        _check_parameters(processor)
     return tuple(processors)
+
+
+def _check_parameters(processor: Callable[..., Any]) -> None:
+    """TypeError where the call in the middle of a batch would be one."""
+    try:
+        signature = inspect.signature(processor)
+    except (ValueError, TypeError):  # built-in functions may have none
+        return
+    try:
+        signature.bind(*range(3 if len(signature.parameters) == 3 else 2))
+    except TypeError as error:
+        raise TypeError(
+            "logits_processors are called with (output ids, logits), or with (prompt ids, output "
+            f"ids, logits) where they have three parameters, got {processor!r} with {signature}."
+        ) from error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.frontend.llm_engine import LLMEngine
-from nanovllm.frontend.request_builder import check_text, plain_list, prompt_list
+from nanovllm.frontend.prompts import check_text, plain_list, prompt_list
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.run_requests import checked, run_requests
 from nanovllm.sampling_params import SamplingParams
@@ -157,8 +157,8 @@ def _ids(what: str, encoded: list[int] | ValueError) -> list[int]:
 
 def _paired(contexts: Any, continuations: Any) -> tuple[list[Any], list[Any]]:
     """One context for each continuation; a single one is shared by all."""
-    firsts, is_shared = prompt_list(contexts)
-    seconds, _ = prompt_list(continuations)
+    firsts, is_shared = prompt_list(contexts, "contexts")
+    seconds, _ = prompt_list(continuations, "continuations")
     if is_shared:
         firsts = firsts * len(seconds)
     if len(firsts) != len(seconds):

@@ -56,6 +56,65 @@ WRONG = {
         TypeError,
         r"\(name, tensor\) pairs, got tensor\(1.\) at 0",
     ),
+    "weights in a dict": (
+        lambda llm: llm.load_weights({"model.norm.weight": torch.ones(2)}),
+        TypeError,
+        r"\(name, tensor\) pairs, got a dict. Pass its items\(\)",
+    ),
+    "weights in a file": (
+        lambda llm: llm.load_weights("m/model.safetensors"),
+        TypeError,
+        r"got 'm/model.safetensors'. Those of a file are safetensors.torch.load_file",
+    ),
+    "a template's name": (
+        lambda llm: llm.chat(CHAT, chat_template="chat.jinja"),
+        ValueError,
+        "chat_template must be the text of a Jinja template.*got 'chat.jinja'",
+    ),
+    "of the parameters": (
+        lambda llm: llm.generate([[5]], temperature=0),
+        TypeError,
+        r"generate has no option 'temperature'. Pass it in sampling_params, as SamplingParams",
+    ),
+    "of vLLM's generate": (
+        lambda llm: llm.generate([[5]], lora_request=None),
+        TypeError,
+        "generate has no option 'lora_request'. Pass lora=DIR to LLM",
+    ),
+    "a misspelt one": (
+        lambda llm: llm.generate([[5]], use_tqmd=False),
+        TypeError,
+        "generate has no option 'use_tqmd'. Did you mean 'use_tqdm'.*Options: prompts, sampling",
+    ),
+    "of the template": (
+        lambda llm: llm.chat(CHAT, enable_thinking=False),
+        TypeError,
+        "chat has no option 'enable_thinking'. Pass chat_template_kwargs={'enable_thinking'",
+    ),
+    "none of generate_iter": (
+        lambda llm: llm.generate_iter([[5]], use_tqdm=False),
+        TypeError,
+        "generate_iter has no option 'use_tqdm'. Leave it out. Options: prompts",
+    ),
+    "none of stream": (
+        lambda llm: llm.stream([5], n=2),
+        TypeError,
+        "stream has no option 'n'. Pas",
+    ),
+    "none of score": (lambda llm: llm.score([5], [6], k=2), TypeError, "score has no option 'k'"),
+    "none of add": (lambda llm: llm.add_request([5], id="a"), TypeError, "add_request has no opti"),
+    "contexts": (lambda llm: llm.score(None, [[5]]), TypeError, "^contexts must be a string, a"),
+    "continuations": (lambda llm: llm.score([5], 6), TypeError, "^continuations must be .*got int"),
+    "parameters in a dict": (
+        lambda llm: llm.generate([[5]], {"temperature": 0}),
+        TypeError,
+        r"got dict. SamplingParams\(\*\*options\) makes one",
+    ),
+    "parameters of iter in a dict": (
+        lambda llm: llm.generate_iter([[5]], {"temperature": 0}),
+        TypeError,
+        r"got dict. SamplingParams\(\*\*options\) makes one",
+    ),
     "id": (lambda llm: llm.add_request([5], GREEDY, 7), TypeError, "request_id must be a string"),
     "parameters": (lambda llm: llm.stream([5], 3), TypeError, "sampling_params must be"),
 }
@@ -94,3 +153,63 @@ def test_right_ones_are_taken(llm):
     assert [output.request_id for output in llm.abort(iter(ids))] == ids[:2]
     llm.observe_steps(None)
     assert [i for i, _ in llm.generate_iter([[5]], GREEDY, window=None, drain=None)] == [0]
+
+
+class Table:
+    """What pandas, polars and pyarrow have in common, and pandas' iteration."""
+
+    columns = ("question", "answer")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+TAKES_PROMPTS = {
+    "generate": lambda llm, table: llm.generate(table),
+    "generate_iter": lambda llm, table: llm.generate_iter(table),
+    "score": lambda llm, table: llm.score(table, [[5], [6]]),
+    "continuations": lambda llm, table: llm.score([5], table),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_PROMPTS)
+def test_a_table_is_no_list_of_its_columns_names(llm, name):
+    """A DataFrame's names were answered as if they were the prompts, without a word."""
+    expected = r"must be a list or one column, got a Table .*table\['question'\]"
+    with pytest.raises(TypeError, match=expected):
+        TAKES_PROMPTS[name](llm, Table())
+
+
+def test_an_array_of_conversations_is_a_list_of_them(llm):
+    conversations = np.empty(2, dtype=object)
+    conversations[:] = [CHAT, CHAT]
+    assert len(llm.chat(conversations, GREEDY, use_tqdm=False)) == 2
+
+
+def test_an_engine_that_cannot_run_reads_no_prompts(demo_model):
+    """A closed engine tokenised a million prompts first, and generate_iter lost those it read."""
+    numbers = iter(range(5, 9))
+    prompts = ([number] for number in numbers)
+    calls = [llm_call(prompts) for llm_call in (_generate, _generate_iter, _score)]
+    llm = LLM(demo_model, device="cpu", num_kvcache_blocks=4)
+    llm.sleep()
+    for call in calls:
+        with pytest.raises(RuntimeError, match="The engine sleeps. Call wake_up first"):
+            call(llm)
+    llm.close()
+    for call in (*calls, lambda llm: llm.chat(CHAT), lambda llm: llm.stream([5])):
+        with pytest.raises(RuntimeError, match="The engine is closed"):
+            call(llm)
+    assert next(numbers) == 5
+
+
+def _generate(prompts):
+    return lambda llm: llm.generate(prompts)
+
+
+def _generate_iter(prompts):
+    return lambda llm: llm.generate_iter(prompts)
+
+
+def _score(prompts):
+    return lambda llm: llm.score(prompts, [[5]])

@@ -66,6 +66,8 @@ def run(llm, prompts, params=GREEDY, **options):
         torch.tensor(GOOD, dtype=torch.int32),
         torch.tensor([GOOD]),
         [torch.tensor(GOOD)],
+        list(torch.tensor(GOOD)),
+        list(np.array(GOOD)),
         range(5, 8),
         {"prompt_token_ids": GOOD},
         [{"prompt_token_ids": GOOD}],
@@ -82,7 +84,9 @@ def test_ids_in_any_form_are_one_prompt(llm, tiny_oracle, prompts):
     tiny_oracle.check_greedy(GOOD, output["token_ids"])
 
 
-@pytest.mark.parametrize("prompts", ["hello", ["hello"], ("hello",), {"prompt": "hello"}])
+@pytest.mark.parametrize(
+    "prompts", ["hello", ["hello"], ("hello",), {"prompt": "hello"}, np.array("hello")], ids=repr
+)
 def test_text_in_any_form_is_one_prompt(llm, prompts):
     (output,) = run(llm, prompts)
     assert output.prompt == "hello"
@@ -154,12 +158,16 @@ def test_a_single_number_in_an_array_is_no_prompt(llm, prompts):
         ({"prompt_token_ids": "abc"}, "must be a string, token ids or a dict.*got str"),
         ({"prompt_token_ids": 5}, "got int"),
         (None, "must be a string, token ids or a dict.*got NoneType"),
-        (5, "must be a string, token ids or a dict.*got int"),
-        (2.5, "got float"),
+        (5, "must be a string, token ids or a dict.*got int 5. The ids of a prompt are one list"),
+        (2.5, "got float 2.5"),
         (b"abc", "got bytes"),
         ({5, 6}, "got set"),
         ([5, 6.0], "has 6.0 among its token ids, which must be integers"),
         ([5, "6"], "has '6' among its token ids"),
+        (["a", "b"], "has 'a' among its token ids.*Texts stand in one flat list"),
+        ([{"role": "user", "content": "x"}], "among its token ids.*Pass conversations to chat"),
+        ({"role": "user", "content": "x"}, "got .*Pass conversations to chat"),
+        ({"input_ids": GOOD}, r"got \['input_ids'\]. Pass its input_ids"),
         ([5, None], "has None among its token ids"),
         ([5, True], "has True among its token ids"),
         ([5, [6]], r"has \[6\] among its token ids"),

@@ -105,6 +105,27 @@ def test_every_engine_option_is_there_and_explained(capsys):
             assert item.name in _ENGINE_HELP, f"explain {item.name} in __main__._ENGINE_HELP"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["generate", "x", "--model", "m", "--temprature", "0"], "Did you mean --temperature?"),
+        (["generate", "x", "--model", "m", "--max_tokens=5"], "Did you mean --max-tokens?"),
+        (["generate", "In", "the", "--model", "m"], "the. A text of several words needs quotes."),
+        (["models", "--model", "m"], "unrecognized arguments: --model m. `nanovllm models --help`"),
+        (["generate", "x", "--top-k", "x"], "--top-k: invalid int value: 'x'."),
+        (["run_batch"], "invalid choice: 'run_batch' (choose from 'run-batch', "),
+    ],
+)
+def test_a_wrong_command_line_is_met_with_one_line(capsys, arguments, reason):
+    """What was wrong stood below 25 lines of options, and a misspelt one was not recognised."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nanovllm") and "--help` lists what is allowed." in line
+    assert reason.replace("'", "") in line.replace("'", "")  # Python 3.12 quotes no choices
+
+
 def test_python_m_nanovllm_works():
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm", "--help"],

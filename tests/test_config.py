@@ -59,6 +59,9 @@ def test_misspelt_model_length_is_not_swallowed():
         ("enable_sleep_mode", "leave it out"),
         ("kv_cache_memory_bytes", "See 'num_kvcache_blocks'"),
         ("generation_config", "Pass SamplingParams"),
+        ("skip_tokenizer_init", "prompts be ids: leave it out"),
+        ("tokenizer_mode", "leave it out"),
+        ("hf_overrides", "Leave it out. Options: "),
     ],
 )
 def test_options_of_vllm_are_met_with_what_to_do(name, hint):

@@ -34,10 +34,10 @@ LAYERS = [
     {"llm"},
     {"__init__"},
     {"data_parallel"},
-    {"batch", "ray", "lm_eval", "report"},
+    {"batch", "ray", "lm_eval", "report", "command_line"},
     {"__main__"},
 ]
-LEAVES = {"data_parallel", "batch", "ray", "lm_eval", "report", "__main__"}
+LEAVES = {"data_parallel", "batch", "ray", "lm_eval", "report", "command_line", "__main__"}
 
 # What may be imported inside a function, since the package works without it.
 OPTIONAL_PACKAGES = {"flash_attn", "lm_eval", "matplotlib", "pandas", "pyarrow", "ray", "zstandard"}

@@ -90,6 +90,16 @@ def test_directories_become_absolute_and_hub_ids_stay(place, monkeypatch):
     assert options.input == f"{here}/in.jsonl"
     assert (options.output, options.report) == (Path(here, "out.jsonl"), Path(here, "r.html"))
     assert BatchOptions("-", "o").input == "-"
+    options = BatchOptions("~/in.jsonl", "~/out.jsonl", trace="~/t.json", metrics=Path("~/m.json"))
+    assert options.input == f"{here}/in.jsonl"
+    assert (options.output, options.trace) == (Path(here, "out.jsonl"), Path(here, "t.json"))
+    assert options.metrics == Path(here, "m.json")
+
+
+def test_a_tokenizer_that_is_not_there_is_named_as_one(tiny_model):
+    """It was called the model, which was right."""
+    with pytest.raises(ValueError, match="^tokenizer '/no/such' is no directory"):
+        LLM(tiny_model, tokenizer="/no/such", **OPTIONS)
 
 
 BAD = ["x" * 5000, "/" + "y/" * 3000, "a\0b", "\ud800", ""]

@@ -90,6 +90,10 @@ def test_unknown_option_names_the_nearest_one():
         ("num_return_sequences", "'n'"),
         ("do_sample", "temperature=0 is greedy"),
         ("use_beam_search", "not supported"),
+        ("length_penalty", "Beam search is not supported"),
+        ("max_completion_tokens", "Did you mean 'max_tokens'"),
+        ("response_format", "Structured output is not supported"),
+        ("skip_reading_prefix_cache", "Leave it out"),
     ],
 )
 def test_options_of_other_libraries_are_met_with_what_to_do(name, hint):
@@ -259,6 +263,20 @@ def test_logits_processors_must_be_callable():
         SamplingParams(logits_processors=[3])
     with pytest.raises(TypeError, match="logits_processors must be a list of callables"):
         SamplingParams(logits_processors=max)
+
+
+@pytest.mark.parametrize(
+    "processor", [lambda: 0, lambda ids: 0, lambda a, b, c, d: 0, lambda ids, *, logits: 0]
+)
+def test_a_processor_that_cannot_be_called_is_refused_before_a_batch_runs(processor):
+    """The call in the middle of the batch failed, and took all its answers along."""
+    with pytest.raises(TypeError, match=r"are called with \(output ids, logits\), or .* with \("):
+        SamplingParams(logits_processors=[processor])
+
+
+def test_processors_of_two_or_three_parameters_are_taken():
+    taken = [lambda a, b: b, lambda a, b, c: c, lambda *args: 0, lambda a, b, c=0, d=0: b]
+    assert SamplingParams(logits_processors=taken).logits_processors == tuple(taken)
 
 
 def test_min_tokens_may_not_exceed_max_tokens():

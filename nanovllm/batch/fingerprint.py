@@ -76,7 +76,7 @@ def job_fingerprint(
         "shard": f"{shard[0]}/{shard[1]}",
     }
     if config.tokenizer is not None:
-        job["tokenizer"] = model_digest(find_model(config.tokenizer))
+        job["tokenizer"] = model_digest(find_model(config.tokenizer, "tokenizer"))
     if config.lora is not None:
         job["lora"] = adapter_digest(config.lora)
     if is_regular_file(source):

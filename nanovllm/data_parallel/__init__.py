@@ -24,7 +24,8 @@ from nanovllm.config import Config
 from nanovllm.data_parallel.engine_process import EngineFacts, EngineProcess, close_all
 from nanovllm.data_parallel.job import Job
 from nanovllm.data_parallel.placement import engine_environments
-from nanovllm.frontend.request_builder import Limits, RequestBuilder, params_list, prompt_list
+from nanovllm.frontend.prompts import prompt_list
+from nanovllm.frontend.request_builder import Limits, RequestBuilder, params_list
 from nanovllm.frontend.start_up import ModelFiles, checked_on, read_model
 from nanovllm.generation_defaults import default_sampling_params
 from nanovllm.lazy import checked_window, paired
@@ -33,8 +34,8 @@ from nanovllm.metrics import Metrics, StepSample
 from nanovllm.outputs import RequestOutput
 from nanovllm.read_ahead import AllAtOnce, ReadAhead
 from nanovllm.run_requests import NOTHING_STARTED, checked, warn_if_cut
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_callable, check_int
+from nanovllm.sampling_params import CALL_ADVICE, SamplingParams
+from nanovllm.utils.checks import check_bool, check_callable, check_int, hint_unknown_keywords
 from nanovllm.utils.interrupt import InterruptFlag
 from nanovllm.utils.owner import Owner, check_may_start_processes
 from nanovllm.utils.progress import Progress
@@ -89,6 +90,7 @@ class DataParallelLLM:
 
     # ---- what LLM has
 
+    @hint_unknown_keywords("generate has no option", CALL_ADVICE)
     def generate(
         self,
         prompts: Any,
@@ -142,6 +144,7 @@ class DataParallelLLM:
         warn_if_cut(outputs.values(), params)
         return [outputs[index] for index in range(len(items))]
 
+    @hint_unknown_keywords("generate_iter has no option", CALL_ADVICE)
     def generate_iter(
         self,
         prompts: Iterable[Any],

@@ -188,6 +188,11 @@ class LLMEngine:
         outputs, self._unclaimed = self._unclaimed, []
         return outputs
 
+    def check_ready(self) -> None:
+        """RuntimeError where no request can run: in a fork, closed, or asleep."""
+        self._check_open()
+        self._check_awake()
+
     def claim(self) -> AbstractContextManager[None]:
         """Keep other threads out for as long as the `with` block lasts; refused if one is in."""
         self._check_open()

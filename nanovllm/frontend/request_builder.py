@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.output_processor import Request
+from nanovllm.frontend.prompts import read_prompt
 from nanovllm.kernels.noise import make_key
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import plain_int
 from nanovllm.utils.tokenizer import encode_texts
 
 _TOKENIZE_BATCH = 512
@@ -97,7 +94,7 @@ class RequestBuilder:
                 reasons[place] = prompt.reason
                 continue
             try:
-                texts[place], token_lists[place] = _split_prompt(prompt)
+                texts[place], token_lists[place] = read_prompt(prompt)
             except (TypeError, ValueError) as error:
                 reasons[place] = str(error)
             except Exception as error:
@@ -258,27 +255,6 @@ def derived_seed(engine_seed: int, number: int) -> int:
     return (high << 32) | (low & 0xFFFFFFFF)
 
 
-def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
-    """All of `prompts` as a list, and whether it was a single one."""
-    if hasattr(prompts, "tolist"):
-        try:
-            prompts = plain_list(prompts)  # what has one dimension is one prompt
-        except ValueError as error:
-            raise ValueError(f"prompts {error}.") from error
-    if isinstance(prompts, str | Mapping):
-        return [prompts], True
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"prompts must be a string, a list of token ids, a dict with 'prompt' or "
-            f"'prompt_token_ids', or an iterable of those, got {type(prompts).__name__}."
-        )
-    items = list(prompts)
-    is_single = bool(items) and all(
-        isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items
-    )
-    return ([items], True) if is_single else (items, False)
-
-
 def params_list(
     params: SamplingParams | Iterable[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
@@ -286,9 +262,10 @@ def params_list(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        advice = " SamplingParams(**options) makes one of a dict." * isinstance(params, Mapping)
         raise TypeError(
             "sampling_params must be a SamplingParams or one for each prompt, "
-            f"got {type(params).__name__}."
+            f"got {type(params).__name__}.{advice}"
         )
     items = list(params)
     for index, item in enumerate(items):
@@ -302,72 +279,3 @@ def params_list(
             "Pass one SamplingParams for all, or exactly one for each prompt."
         )
     return items
-
-
-def _split_prompt(prompt: Any) -> tuple[str | None, list[int]]:
-    """Text and ids of a prompt in any form; the ids are empty where text must be encoded."""
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ValueError("is empty: it has no token to continue from. Give it some text")
-        check_text(prompt)
-        return prompt, []
-    if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
-            raise ValueError(
-                "is a dict, which may have the keys 'prompt' and 'prompt_token_ids' and must have "
-                f"one of them, got {sorted(map(str, prompt))}"
-            )
-        text = prompt.get("prompt")
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"has 'prompt' of type {type(text).__name__}; it must be a string")
-        ids = prompt.get("prompt_token_ids")
-        if ids is None:
-            return _split_prompt("" if text is None else text)
-        return text, _token_list(ids)
-    return None, _token_list(prompt)
-
-
-def check_text(text: str) -> None:
-    """Raise a ValueError where the tokenizer could not read `text`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"cannot be encoded: character {error.start} is one half of a surrogate pair. "
-            "Decode its source with errors='replace'"
-        ) from error
-
-
-def plain_list(values: Any) -> Any:
-    """An array or a tensor as lists, anything else as it is. ValueError: it has no numbers."""
-    if not hasattr(values, "tolist"):
-        return values
-    try:
-        return values.tolist()  # NumPy and torch
-    except Exception as error:  # sparse, on the meta device, of a library's own making
-        raise ValueError(
-            f"cannot be read as a list of numbers: its tolist() raised {type(error).__name__}. "
-            "Pass a dense array with data, or a list of ints"
-        ) from error
-
-
-def _token_list(ids: Any) -> list[int]:
-    ids = plain_list(ids)
-    if not isinstance(ids, list | tuple):
-        raise TypeError(
-            f"must be a string, token ids or a dict with one of them, got {type(ids).__name__}"
-        )
-    # Prompts may be millions of plain ints: those are not looked at one by one.
-    token_ids = list(ids) if set(map(type, ids)) == {int} else [_token_id(i) for i in ids]
-    if not token_ids:
-        raise ValueError("is empty: it has no token to continue from. Give it at least one id")
-    return token_ids
-
-
-def _token_id(value: Any) -> int:
-    with suppress(Exception):  # no __index__, or a tensor's, which raises in several ways
-        return plain_int(value)
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    raise TypeError(f"has {shown} among its token ids, which must be integers")

@@ -41,7 +41,7 @@ def read_model(config: Config) -> ModelFiles:
     stamps = file_stamps(config, directory)
     model = load_model_config(directory)
     tokenizer = load_tokenizer(
-        directory if config.tokenizer is None else find_model(config.tokenizer)
+        directory if config.tokenizer is None else find_model(config.tokenizer, "tokenizer")
     )
     eos_ids = stop_token_ids(directory, tokenizer, model.eos_token_ids, model.vocab_size)
     max_len = config.max_model_len or model.max_context_len

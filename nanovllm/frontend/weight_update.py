@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,15 @@ _PART_BYTES = 32 * 2**20  # the channel keeps room for several of the largest me
 NamedTensor = tuple[str, torch.Tensor]
 
 
-def weight_list(weights: Iterable[tuple[str, Any]]) -> list[NamedTensor]:
+def weight_list(weights: Any) -> list[NamedTensor]:
     """All pairs, so that a wrong one is found before any weight is changed."""
-    if not isinstance(weights, Iterable):
-        raise TypeError(f"weights must be (name, tensor) pairs, got {weights!r:.80}.")
+    if isinstance(weights, Mapping):
+        raise TypeError("weights must be (name, tensor) pairs, got a dict. Pass its items().")
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise TypeError(
+            f"weights must be (name, tensor) pairs, got {weights!r:.200}. Those of a "
+            "file are safetensors.torch.load_file(path).items()."
+        )
     pairs = []
     for index, pair in enumerate(weights):
         if not isinstance(pair, tuple | list) or len(pair) != 2:

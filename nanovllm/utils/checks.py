@@ -8,11 +8,12 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def check_int(
@@ -98,7 +99,7 @@ def unknown_name_error(
     hint = advice.get(name)
     if hint is None:
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else ""
+        hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
     return TypeError(" ".join(filter(None, [f"{what} {name!r}.", hint, _list_names(names)])))
 
 
@@ -113,19 +114,19 @@ def errors_named(name: object) -> Iterator[None]:
 
 def hint_unknown_keywords(
     what: str, advice: Mapping[str, str]
-) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Decorate an `__init__` so that an unknown keyword is met with `unknown_name_error`."""
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a method so that an unknown keyword is met with `unknown_name_error`."""
 
-    def decorate(init: Callable[_P, None]) -> Callable[_P, None]:
-        allowed = tuple(inspect.signature(init).parameters)[1:]  # without self
+    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        allowed = tuple(inspect.signature(method).parameters)[1:]  # without self
 
         # Not `**unknown` in the signature itself: type checkers would let misspelt names pass.
-        @functools.wraps(init)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        @functools.wraps(method)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name in kwargs:
                 if name not in allowed:
                     raise unknown_name_error(what, name, allowed, advice)
-            init(*args, **kwargs)
+            return method(*args, **kwargs)
 
         return checked
 

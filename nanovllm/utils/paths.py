@@ -23,12 +23,13 @@ def path_text(name: str, value: Any, kind: str = "a path") -> str:
 def absolute_path(name: str, value: Any, kind: str = "a path") -> str:
     """As `path_text`, absolute from the current directory as it is now; links are kept.
 
+    `~` is expanded, as a shell leaves it to programs in `--option=~/file` and in quotes.
     ValueError also where no file could have that path: too long, or with a NUL byte.
     """
     path = path_text(name, value, kind)
     try:
         # Not abspath: it strikes out `link/..`, which is not where the link stands.
-        path = str(Path(path).absolute())
+        path = str(Path(os.path.expanduser(path)).absolute())
         os.lstat(path)
     except (OSError, ValueError) as error:  # that nothing is there yet is no fault
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:

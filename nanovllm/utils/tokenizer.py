@@ -23,7 +23,7 @@ _USUAL_CHARS = 16  # a token; whole texts of longer ones are rare
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, what: str = "model") -> Path:
     """The absolute directory of `model`: itself, or what the hub (or its cache) has as that id."""
     advice = (
         "Pass the directory of a downloaded model: config.json, *.safetensors, tokenizer files."
@@ -33,20 +33,20 @@ def find_model(model: str) -> Path:
         is_directory, exists = directory.is_dir(), directory.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, not readable
         shown = model if len(model) <= 200 else f"{model[:200]}..."
-        raise ValueError(f"model {shown!r} is no directory ({error!s:.200}). {advice}") from error
+        raise ValueError(f"{what} {shown!r} is no directory ({error!s:.200}). {advice}") from error
     if is_directory:
         return directory.absolute()
     if exists:
-        raise ValueError(f"model {model!r} is a file. {advice}")
+        raise ValueError(f"{what} {model!r} is a file. {advice}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"model {model!r} is no directory, and no hub id such as 'Qwen/Qwen3-0.6B'. {advice}"
+            f"{what} {model!r} is no directory, and no hub id such as 'Qwen/Qwen3-0.6B'. {advice}"
         )
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS)).absolute()
     except (OSError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(
-            f"model {model!r} is no directory, and fetching it from the hub failed "
+            f"{what} {model!r} is no directory, and fetching it from the hub failed "
             f"({type(error).__name__}). {advice}"
         ) from error
 
