@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -56,6 +57,16 @@ def test_a_bad_prompt_starts_nothing_or_is_an_error_of_its_own(two_engines):
         two_engines.generate(["12+34=", ""], params, use_tqdm=False)
     good, bad = two_engines.generate(["12+34=", ""], params, use_tqdm=False, return_errors=True)
     assert good["text"] == "46" and "is empty" in bad.error
+    processor = SamplingParams(logits_processors=[max])
+    with pytest.raises(
+        ValueError, match="Leave them out or use an LLM with tensor_parallel_size=1"
+    ):
+        two_engines.generate("12+34=", processor, use_tqdm=False)
+    for call in (two_engines.generate, two_engines.chat, two_engines.generate_iter):
+        with pytest.raises(TypeError, match="has no option 'lora_request'. Pass lora=DIR to LLM"):
+            call([], lora_request=None)
+    with pytest.raises(TypeError, match="A DataParallelLLM cannot be copied or pickled"):
+        pickle.dumps(two_engines)
 
 
 def test_chats_are_laid_out_as_in_one_engine(two_engines):
@@ -163,6 +174,10 @@ def test_a_dead_engines_requests_go_to_the_other(expected, monkeypatch):
         assert [output.error for output in outputs] == [f"prompt {i} {reason}" for i in range(3)]
         with pytest.raises(RuntimeError, match="All engines have died"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    # Closed engines were called dead, after all prompts had been read.
+    for call in (llm.generate, llm.generate_iter, llm.chat):
+        with pytest.raises(RuntimeError, match="are closed. Build a new DataParallelLLM"):
+            call(iter(PROMPTS))
 
 
 def test_a_job_on_two_engines_is_the_job_on_one_and_can_be_gone_on_with(tmp_path):

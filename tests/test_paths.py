@@ -102,6 +102,14 @@ def test_a_tokenizer_that_is_not_there_is_named_as_one(tiny_model):
         LLM(tiny_model, tokenizer="/no/such", **OPTIONS)
 
 
+def test_an_adapter_in_the_models_place_and_its_file_are_told(place):
+    """One was told to lack a config.json, the other was the operating system's error."""
+    with pytest.raises(ValueError, match="This one is an adapter: pass it as lora, with its base"):
+        LLM("adapter", **OPTIONS)
+    with pytest.raises(ValueError, match="adapter_model.safetensors' is not a directory. It must"):
+        LLM("model", lora="adapter/adapter_model.safetensors", **OPTIONS)
+
+
 BAD = ["x" * 5000, "/" + "y/" * 3000, "a\0b", "\ud800", ""]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields
 from threading import Event
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -100,6 +100,7 @@ class DataParallelLLM:
         return_errors: bool = False,
     ) -> list[RequestOutput]:
         """As `LLM.generate`: the same outputs in the same order, from all engines."""
+        self._check_ready()
         items, _ = prompt_list(prompts)
         return self._answers(items, sampling_params, use_tqdm, return_errors)
 
@@ -113,6 +114,7 @@ class DataParallelLLM:
         **layout: Any,
     ) -> list[RequestOutput]:
         """As `LLM.chat`; `layout` is its options from `add_generation_prompt` to `tools`."""
+        self._check_ready()
         prompts = chat_prompts(self.get_tokenizer(), messages, **layout)
         # The template has written the special tokens: no second BOS.
         return self._answers(
@@ -154,6 +156,7 @@ class DataParallelLLM:
         drain: Event | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """As `LLM.generate_iter`; `window` counts the requests of all engines."""
+        self._check_ready()
         pairs = paired(prompts, self._params_or_default(sampling_params))
 
         def start(on_ready: Callable[[], None]) -> ReadAhead:
@@ -220,7 +223,16 @@ class DataParallelLLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies: an engine has one parent."""
+        raise TypeError("A DataParallelLLM cannot be copied or pickled. Build one there.")
+
     # ---- the loop
+
+    def _check_ready(self) -> None:
+        self._owner.check()
+        if not self._finalizer.alive:
+            raise RuntimeError("The engines are closed. Build a new DataParallelLLM.")
 
     def _run(
         self,

@@ -27,7 +27,7 @@ def file_stamps(config: Config, model_dir: Path) -> Stamps:
         paths += [Path(config.lora) / name for name in (CONFIG_NAME, WEIGHTS_NAME)]
     stamps = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # as above
+        with suppress(FileNotFoundError, NotADirectoryError):  # as above
             status = path.stat()
             stamps[str(path)] = (status.st_size, status.st_mtime_ns)
     return stamps

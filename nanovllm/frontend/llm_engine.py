@@ -138,8 +138,7 @@ class LLMEngine:
 
     def add(self, requests: list[Request]) -> None:
         """Queue checked requests."""
-        self._check_open()
-        self._check_awake()
+        self.check_ready()
         with self._exclusive.use():
             for request in requests:
                 if request.request_id in self.processor.requests:
@@ -191,7 +190,8 @@ class LLMEngine:
     def check_ready(self) -> None:
         """RuntimeError where no request can run: in a fork, closed, or asleep."""
         self._check_open()
-        self._check_awake()
+        if self._sleep_level:
+            raise RuntimeError("The engine sleeps. Call wake_up first.")
 
     def claim(self) -> AbstractContextManager[None]:
         """Keep other threads out for as long as the `with` block lasts; refused if one is in."""
@@ -265,7 +265,7 @@ class LLMEngine:
         checked = weight_list(weights)
         with self._exclusive.use():
             self._check_idle("load_weights")
-            self._check_awake()
+            self.check_ready()
             try:
                 replace_weights(self._executor, checked, self.config.tensor_parallel_size)
             finally:  # if it fails in the middle, some have changed
@@ -391,10 +391,6 @@ class LLMEngine:
             )
         while self._in_flight:  # a last step may still be running for rows that ended
             self._bring_in(self._in_flight.popleft())
-
-    def _check_awake(self) -> None:
-        if self._sleep_level:
-            raise RuntimeError("The engine sleeps. Call wake_up first.")
 
     def _check_open(self) -> None:
         self._owner.check()

@@ -169,7 +169,7 @@ class RequestBuilder:
         if params.logits_processors and not self.limits.allows_processors:
             return (
                 "has logits_processors, which run in one process only. "
-                "Leave them out or pass tensor_parallel_size=1"
+                "Leave them out or use an LLM with tensor_parallel_size=1"
             )
         return None
 

@@ -74,9 +74,12 @@ def load_model_config(model_dir: str | Path) -> ModelConfig:
     """Read `config.json` of a model's directory; a fault is a ValueError that names the file."""
     path = Path(model_dir) / "config.json"
     if not path.is_file():
+        is_adapter = path.with_name("adapter_config.json").is_file()
         raise ValueError(
             f"{path} does not exist. The model must be a local directory with config.json, "
             "*.safetensors and a tokenizer."
+            + " This one is an adapter: pass it as lora, with its base as the model."
+            * is_adapter
         )
     return ModelConfig.from_dict(read_json_object(path), str(path))
 
