@@ -251,19 +251,19 @@ def compare(
         the largest difference of log-probabilities
         how many were compared
     """
-    limit = 1.5 if case.is_rounded else 2e-3
-    worst, count = 0.0, 0
+    # In fp8 one rounding that falls the other way goes on into all that follow.
+    limit, mean_limit = (4.0, 0.3) if case.is_rounded else (2e-3, 1e-3)
+    found: list[float] = []
 
     def agree(mine: Any, other: Any, what: str) -> bool:
         """Whether the next position may be compared too."""
-        nonlocal worst, count
         (my_id, my_value), (other_id, other_value) = mine, other
         assert my_value == my_value, f"{what} is NaN"
         assert 0 <= my_id < VOCAB_SIZE
         if my_id != other_id:
             return False
-        worst, count = max(worst, abs(my_value - other_value)), count + 1
-        assert abs(my_value - other_value) <= limit, f"{what}: {my_value} and {other_value}"
+        found.append(abs(my_value - other_value))
+        assert found[-1] <= limit, f"{what}: {my_value} and {other_value}"
         return True
 
     for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -284,4 +284,5 @@ def compare(
                 if is_greedy:  # of two equally likely
                     assert abs(pairs[0][1] - pairs[1][1]) <= limit, f"answer {place}: {pairs}"
                 break
-    return worst, count
+    assert not found or sum(found) <= mean_limit * len(found)
+    return max(found, default=0.0), len(found)
