@@ -58,6 +58,7 @@ class EngineProcess:
         self.num_open_seqs = 0
         self.is_alive = True
         self.is_recalling = self.is_draining = False
+        self.is_stopped = False  # as asked: it does not die
         self.failure: str | None = None
         self._capacity = config.max_num_seqs + -(-config.max_num_seqs // _LOOKAHEAD)
         context = multiprocessing.get_context("spawn")
@@ -139,6 +140,7 @@ class EngineProcess:
         self._process.kill()
 
     def ask_to_stop(self) -> None:
+        self.is_stopped = True
         if self.is_alive:
             self.send(("stop", None))
 
