@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.frontend import request_builder
 from nanovllm.kernels.sample import sample
 from nanovllm.sampling import redraw as redraw_module
 from nanovllm.sampling.filters import add_bias, allow_only, bar
 from nanovllm.sampling.keep_top import keep_top
 from nanovllm.sampling.penalties import IN_PROMPT, apply_penalties
+from nanovllm.utils.tokenizer import encode_texts
 
 NUM_DRAWS = 100_000
 MARGIN = 1e-4
@@ -261,6 +263,22 @@ def test_an_end_that_is_wanted_comes_right_after_min_tokens(tiny_llm, options, m
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output["token_ids"] == [9] * min_tokens + [2], prompt
         assert output.outputs[0].finish_reason == "stop"
+
+
+def test_bad_words_that_many_requests_share_are_tokenised_once(tiny_llm, monkeypatch):
+    """A thousand of them kept ten thousand prompts from starting for half an hour."""
+    llm = tiny_llm()
+    params = SamplingParams(temperature=0, max_tokens=1, bad_words=["one", "two"])
+    other = params.clone(bad_words=["three"])
+    texts = []
+
+    def spy(tokenizer, some, **options):
+        texts.extend(some)
+        return encode_texts(tokenizer, some, **options)
+
+    monkeypatch.setattr(request_builder, "encode_texts", spy)
+    llm.generate([[5, 6]] * 6, [params, other, SamplingParams(max_tokens=1)] * 2, use_tqdm=False)
+    assert texts == ["one", " one", "two", " two", "three", " three"]
 
 
 def test_a_bad_word_of_several_tokens_is_found_in_the_drawn_history(tiny_llm, tiny_oracle):

@@ -15,6 +15,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import encode_texts
 
 _TOKENIZE_BATCH = 512
+_MAX_LISTS = 64  # of bad words, whose ids are remembered
+_MAX_LISTS = 64  # of bad words, whose ids are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class RequestBuilder:
         self._is_taken = is_taken  # by a pending request, to which the user gave that id
         self._numbers = count()
         self._seq_ids = count()
+        # Requests come by the thousand with one list of bad words, which may be long.
+        self._ids_of_bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def build(
         self,
@@ -231,6 +235,8 @@ class RequestBuilder:
 
         ValueError: one has no ids, in words to follow the prompt's number.
         """
+        if (known := self._ids_of_bad_words.get(params.bad_words)) is not None:
+            return known
         runs: dict[tuple[int, ...], None] = {}
         for ids in encode_texts(
             self.tokenizer,
@@ -242,6 +248,9 @@ class RequestBuilder:
                 raise ValueError(f"has a bad word that {ids}") from ids
             if ids:
                 runs[tuple(ids)] = None
+        if len(self._ids_of_bad_words) >= _MAX_LISTS:
+            self._ids_of_bad_words.clear()
+        self._ids_of_bad_words[params.bad_words] = tuple(runs)
         return tuple(runs)
 
 
