@@ -231,6 +231,9 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) == (args.size is None):
         parser.error("pass one of --model and --size")
+    for name in ("num_seqs", "input_len", "output_len", "runs"):
+        if (number := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {number}")
     if args.fp8_blocks and args.size is None:
         parser.error("--fp8-blocks is for --size: a checkpoint of --model says itself what it is")
     if args.data_parallel and args.profile:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import BatchOptions
+from nanovllm.batch import BatchOptions, run_batch
 from nanovllm.config import Config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
@@ -213,3 +213,11 @@ def _generate_iter(prompts):
 
 def _score(prompts):
     return lambda llm: llm.score(prompts, [[5]])
+
+
+def test_a_path_in_the_place_of_a_jobs_options_is_told(demo_model):
+    """It was "'str' object has no attribute 'sampling'"."""
+    with pytest.raises(
+        TypeError, match="options must be a BatchOptions, .* got 'in.jsonl' of type"
+    ):
+        run_batch(demo_model, "in.jsonl")

@@ -49,6 +49,8 @@ def test_dummy_weights_may_be_those_of_an_fp8_release(monkeypatch, capsys):
         ([], "pass one of --model and --size"),
         (["--model", MODEL, "--engine-options", "enforce_eager"], "got 'enforce_eager'"),
         (["--model", MODEL, "--profile", "p"], "torch sees no GPU"),
+        (["--model", MODEL, "--num-seqs", "0"], "--num-seqs must be at least 1, got 0"),
+        (["--model", MODEL, "--output-len", "-1"], "--output-len must be at least 1, got -1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(monkeypatch, capsys, arguments, reason):

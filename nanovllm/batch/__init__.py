@@ -53,6 +53,11 @@ def run_batch(
     A finished request is in the output file before the next step starts. RefusedOutput (a
     ValueError) says why an output file cannot be gone on with.
     """
+    if not isinstance(options, BatchOptions):
+        raise TypeError(
+            "options must be a BatchOptions, such as BatchOptions('in.jsonl', Path('out.jsonl')), "
+            f"got {options!r:.200} of type {type(options).__name__}."
+        )
     config = Config.from_options(model, engine_options)
     size = check_int("data_parallel_size", data_parallel_size, minimum=1)
     SamplingParams(**options.sampling)  # refuses bad defaults before any work starts
