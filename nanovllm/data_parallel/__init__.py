@@ -270,6 +270,7 @@ class DataParallelLLM:
                         num_read += len(chunk.built)
                     job.hand_out(is_complete=not is_reading)
                     if not results and (is_reading or job.open):
+                        self._check_ready()
                         results += job.receive(woken)
                 if interrupt.count:
                     raise KeyboardInterrupt

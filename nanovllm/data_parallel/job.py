@@ -115,8 +115,6 @@ class Job:
 
     def receive(self, woken: Connection) -> Iterator[tuple[int, RequestOutput]]:
         """Wait for news from the engines or the reader, and deal with it."""
-        if any(engine.is_stopped for engine in self._engines):
-            raise RuntimeError("This DataParallelLLM is closed. Build a new one.")
         connections = {engine.connection: engine for engine in self._alive()}
         if not connections:
             raise RuntimeError("All engines have died:\n" + "\n".join(self._faults))
@@ -128,7 +126,7 @@ class Job:
             try:
                 kind, payload = engine.receive()
             except (EOFError, OSError):
-                if not engine.is_stopped:  # as another thread may have it
+                if not engine.is_stopped:  # as by another thread
                     yield from self._bury(engine)
                 continue
             if kind == "failed":
