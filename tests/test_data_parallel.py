@@ -174,9 +174,9 @@ def test_a_dead_engines_requests_go_to_the_other(expected, monkeypatch):
         assert [output.error for output in outputs] == [f"prompt {i} {reason}" for i in range(3)]
         with pytest.raises(RuntimeError, match="All engines have died"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    # Closed engines were called dead, after all prompts had been read.
+    # It was told after all prompts had been read, and chats laid out.
     for call in (llm.generate, llm.generate_iter, llm.chat):
-        with pytest.raises(RuntimeError, match="are closed. Build a new DataParallelLLM"):
+        with pytest.raises(RuntimeError, match="This DataParallelLLM is closed. Build a new"):
             call(iter(PROMPTS))
 
 

@@ -232,7 +232,7 @@ class DataParallelLLM:
     def _check_ready(self) -> None:
         self._owner.check()
         if not self._finalizer.alive:
-            raise RuntimeError("The engines are closed. Build a new DataParallelLLM.")
+            raise RuntimeError("This DataParallelLLM is closed. Build a new one.")
 
     def _run(
         self,
