@@ -11,6 +11,8 @@ from typing import Any
 # Before torch is imported: tiny models run faster on one thread a process than on all cores, which
 # spawned processes, that inherit it, would fight over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A hundred processes are started: none but the first shall compile the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
 
@@ -20,6 +22,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 import interpreter_bounds
+import interpreter_speed
 import pytest
 from oracle import Oracle
 from tiny_models import write_tiny_qwen3
@@ -30,6 +33,7 @@ from nanovllm.kernels._triton import HAS_TRITON
 
 if HAS_TRITON and not torch.cuda.is_available():
     interpreter_bounds.install()
+    interpreter_speed.install()
 
 DEMO_MODEL = Path(__file__).parent / "tiny-qwen3"
 

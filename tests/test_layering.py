@@ -304,6 +304,7 @@ assert torch.get_default_dtype() == torch.float32
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
 assert logging.getLogger().handlers == handlers
+assert "transformers" not in sys.modules  # workers, which load no tokenizer, start without it
 """
 
 

@@ -1,18 +1,15 @@
-"""The model's files and tokenizer: where they are, text to ids and back, and what ends a text."""
+"""The model's files and tokenizer: where they are, text to ids and back, and what ends a text.
+
+Hugging Face's packages are imported when they are used: it takes most of a second, which
+tensor-parallel workers can spare.
+"""
 
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-from transformers import PreTrainedTokenizerFast
 
 from nanovllm.utils.json_file import read_json_object
 
@@ -42,9 +39,10 @@ def find_model(model: str, what: str = "model") -> Path:
         raise ValueError(
             f"{what} {model!r} is no directory, and no hub id such as 'Qwen/Qwen3-0.6B'. {advice}"
         )
+    hub = import_module("huggingface_hub")
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS)).absolute()
-    except (OSError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        return Path(hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS)).absolute()
+    except (OSError, hub.errors.HFValidationError) as error:  # of its own most are OSErrors
         raise ValueError(
             f"{what} {model!r} is no directory, and fetching it from the hub failed "
             f"({type(error).__name__}). {advice}"
@@ -62,9 +60,10 @@ def load_tokenizer(directory: Path) -> Any | None:
             )
         logger.warning("%s has no tokenizer: prompts must be ids, texts stay empty", directory)
         return None
+    # Not AutoTokenizer: importing that takes seconds, and it may look into other code.
+    kind = import_module("transformers").PreTrainedTokenizerFast
     try:
-        # Not AutoTokenizer: importing that takes seconds, and it may look into other code.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        tokenizer = kind.from_pretrained(directory)
     except BaseException as error:  # the library raises what its parsers happen to raise
         if not _is_its_own(error):
             raise
