@@ -19,8 +19,9 @@ def run(words, *, max_file_bytes=None, **options):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
+    # -B: modules that it compiled would be cut at the limit too, and no process could import them.
     return subprocess.run(
-        [sys.executable, "-m", "nanovllm", *map(str, words)],
+        [sys.executable, "-B", "-m", "nanovllm", *map(str, words)],
         cwd=ROOT,
         text=True,
         check=False,
