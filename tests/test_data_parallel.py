@@ -243,7 +243,7 @@ def test_engines_that_are_closed_in_the_middle_of_a_call_have_not_died():
     results = llm.generate_iter(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
     next(results)
     llm.close()
-    with pytest.raises(RuntimeError, match="The engines are closed"):
+    with pytest.raises(RuntimeError, match="This DataParallelLLM is closed"):
         list(results)
     assert llm.faults == []
 
