@@ -61,4 +61,4 @@ class SequenceLogprobs:
     def _decode(self, token_id: int) -> str | None:
         if self._tokenizer is None:
             return None
-        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode([token_id]))

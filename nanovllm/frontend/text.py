@@ -15,8 +15,6 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 def decode_options(params: SamplingParams) -> dict[str, bool]:
     return {
-        # What the model wrote: tidied up, text would change behind what a stream has given.
-        "clean_up_tokenization_spaces": False,
         "skip_special_tokens": params.skip_special_tokens,
         "spaces_between_special_tokens": params.spaces_between_special_tokens,
     }

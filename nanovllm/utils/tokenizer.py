@@ -69,6 +69,8 @@ def load_tokenizer(directory: Path) -> Any | None:
             raise
         raise ValueError(f"The tokenizer of {directory} cannot be loaded: {error}") from error
     tokenizer.model_max_length = int(1e30)  # the engine checks lengths, with the prompt's index
+    # Texts are what the model wrote: tidied up, they would change behind what a stream has given.
+    tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 

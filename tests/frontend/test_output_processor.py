@@ -24,6 +24,7 @@ from nanovllm.frontend.output_processor import (
     Request,
     find_stop,
 )
+from nanovllm.utils.tokenizer import load_tokenizer
 
 TEXTS = [
     "hello world",
@@ -199,11 +200,13 @@ def test_a_stop_string_of_byte_tokens_is_found_at_once():
     assert outputs[0].outputs[0].text == "ab"
 
 
-def test_spaces_are_those_that_the_model_wrote():
+def test_spaces_are_those_that_the_model_wrote(tmp_path):
     """`clean_up_tokenization_spaces` would change text that a stream has given."""
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "do": 1, "n": 2, "'": 3, "t": 4, ".": 5}))
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
+    fast.save_pretrained(tmp_path)
+    fast = load_tokenizer(tmp_path)
     processor = OutputProcessor(fast)
     for streamed in (False, True):
         request = make_request(fast, SamplingParams(), streamed=streamed)
@@ -211,7 +214,7 @@ def test_spaces_are_those_that_the_model_wrote():
         for token_id in (1, 2, 3, 4):
             feed(processor, request.seqs[0], token_id)
         outputs, _ = feed(processor, request.seqs[0], 5, finish="length")
-        assert outputs[0]["text"] == "do n ' t ."
+        assert outputs[0]["text"] == fast.decode([1, 2, 3, 4, 5]) == "do n ' t ."
 
 
 # ---- requests
