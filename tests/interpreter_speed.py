@@ -17,6 +17,10 @@ def install() -> None:
     import triton.language
     from triton.runtime import interpreter
 
+    used = ("_patch_attr", "_patch_builtin", "_patch_lang", "_get_np_dtype")
+    if not all(hasattr(interpreter, name) for name in used):
+        return  # another version of Triton: tests are only slower
+
     is_builtin = triton.language.core.is_builtin
     call_kernel, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
     get_np_dtype = interpreter._get_np_dtype
