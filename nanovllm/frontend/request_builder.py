@@ -16,7 +16,6 @@ from nanovllm.utils.tokenizer import encode_texts
 
 _TOKENIZE_BATCH = 512
 _MAX_LISTS = 64  # of bad words, whose ids are remembered
-_MAX_LISTS = 64  # of bad words, whose ids are remembered
 
 
 @dataclass(frozen=True, slots=True)
