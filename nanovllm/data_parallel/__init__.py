@@ -7,9 +7,9 @@ work.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -37,7 +37,7 @@ from nanovllm.run_requests import NOTHING_STARTED, checked, warn_if_cut
 from nanovllm.sampling_params import CALL_ADVICE, SamplingParams
 from nanovllm.utils.checks import check_bool, check_callable, check_int, hint_unknown_keywords
 from nanovllm.utils.interrupt import InterruptFlag
-from nanovllm.utils.owner import Owner, check_may_start_processes
+from nanovllm.utils.owner import AtExit, Owner, check_may_start_processes
 from nanovllm.utils.progress import Progress
 
 _CHUNK = 128  # prompts tokenised at once, in a thread while the engines work
@@ -68,14 +68,14 @@ class DataParallelLLM:
         self._owner = Owner("DataParallelLLM")
         self.faults: list[str] = []  # what to tell the user about engines that died
         self._sink: Callable[[StepSample], None] | None = None
-        self._is_running = False
+        self._is_running = self._is_at_end = False
         # What is wrong for every engine is told here, before any starts.
         self._files = read_model(config)
         checked_on(torch.device("cpu"), config, self._files.model_config)
         self._engines: list[EngineProcess] = []
         self._finalizer = weakref.finalize(self, close_all, self._owner, self._engines)
         # Registered last, so called first: multiprocessing would wait for the processes for ever.
-        atexit.register(self._finalizer)
+        self._at_exit = AtExit(self._end)
         try:
             for number, variables in enumerate(engine_environments(config, size)):
                 self._engines.append(EngineProcess(number, config, variables))
@@ -215,7 +215,7 @@ class DataParallelLLM:
     def close(self) -> None:
         """End the engines. A second call does nothing."""
         self._finalizer()
-        atexit.unregister(self._finalizer)
+        self._at_exit.cancel()
 
     def __enter__(self) -> DataParallelLLM:
         return self
@@ -229,8 +229,15 @@ class DataParallelLLM:
 
     # ---- the loop
 
+    def _end(self) -> None:
+        """Close before the interpreter ends; a daemon thread that is in a call ends with it."""
+        self._is_at_end = True
+        self.close()
+
     def _check_ready(self) -> None:
         self._owner.check()
+        if self._is_at_end and threading.current_thread() is not threading.main_thread():
+            raise SystemExit  # which ends a thread without a word
         if not self._finalizer.alive:
             raise RuntimeError("This DataParallelLLM is closed. Build a new one.")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from nanovllm.utils.checks import plain_int
@@ -131,9 +130,10 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _token_id(value: Any) -> int:
-    with suppress(Exception):  # as in _is_token_id
+    try:
         return plain_int(value)
-    advice = ""
+    except Exception:  # as in _is_token_id
+        advice = ""
     if isinstance(value, Mapping) and "role" in value:
         advice = ". Pass conversations to chat"
     elif isinstance(value, str):

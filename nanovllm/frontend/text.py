@@ -114,10 +114,13 @@ class _Window:
         elif rest == self._run or self._is_byte(token_id):  # what is left out ends no run
             self._run = rest
         else:
-            self.finish()
+            self._end_run(rest)
 
     def finish(self) -> None:
-        self._final += self._rest()
+        self._end_run(self._rest())
+
+    def _end_run(self, rest: str) -> None:
+        self._final += rest
         self._run = ""
         self._start, self._end = self._end, len(self._ids)
 

@@ -36,6 +36,8 @@ def check_int(
 
 def plain_int(value: Any) -> int:
     """An integer of any library as an int; what raises is no integer, nor is a truth value."""
+    if isinstance(value, np.integer):  # at once: prompts may be millions of them
+        return int(value)
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         raise TypeError("a truth value is no number")
     return operator.index(value)

@@ -107,19 +107,29 @@ if __name__ == "__main__":
 # ---- threads
 
 
-@pytest.mark.parametrize("work", ["tokens(llm)", "list(llm.stream([5], GREEDY))"])
-def test_a_daemon_thread_that_still_generates_ends_with_the_program(tmp_path, tiny_model, work):
+@pytest.mark.parametrize(
+    ("build", "work"),
+    [
+        ("LLM(sys.argv[1], **OPTIONS)", "tokens(llm)"),
+        ("LLM(sys.argv[1], **OPTIONS)", "list(llm.stream([5], GREEDY))"),
+        ("DataParallelLLM(sys.argv[1], data_parallel_size=1, **OPTIONS)", "tokens(llm)"),
+    ],
+)
+def test_a_daemon_thread_that_still_generates_ends_with_the_program(
+    tmp_path, tiny_model, build, work
+):
     """Struck by the interpreter's end inside torch, it once ended the program with SIGABRT."""
     text = (
         HEAD
         + f"""
-llm = LLM(sys.argv[1], **OPTIONS)
 def work():
     while True:
         {work}
-threading.Thread(target=work, daemon=True).start()
-time.sleep(0.2)
-print("done")
+if __name__ == "__main__":
+    llm = {build}
+    threading.Thread(target=work, daemon=True).start()
+    time.sleep(0.2)
+    print("done")
 """
     )
     assert finish(start(tmp_path, text, tiny_model)) == (["done"], "")

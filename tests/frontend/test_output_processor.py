@@ -121,6 +121,23 @@ def test_a_character_is_held_back_until_its_last_token(tokenizer):
     assert pieces_of(tokenizer, token_ids) == ["", "", "", "🎉"]
 
 
+def test_a_token_is_decoded_once_alone_and_once_with_the_one_before(tokenizer):
+    """It is most of a step's host time where many requests have stop strings; four were made."""
+    num_decoded = 0
+
+    class Counting:
+        convert_ids_to_tokens = staticmethod(tokenizer.convert_ids_to_tokens)
+
+        def decode(self, token_ids, **options):
+            nonlocal num_decoded
+            num_decoded += 1
+            return tokenizer.decode(token_ids, **options)
+
+    token_ids = tokenizer.encode("hello world", add_special_tokens=False)
+    assert "".join(pieces_of(Counting(), token_ids)) == "hello world"
+    assert num_decoded == 2 * len(token_ids)
+
+
 def test_special_tokens_are_left_out_or_kept_as_asked(tokenizer):
     token_ids = [*tokenizer.encode("hello", add_special_tokens=False), 2]
     assert "".join(pieces_of(tokenizer, token_ids)) == "hello"
