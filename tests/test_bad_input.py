@@ -360,6 +360,8 @@ def test_rules_that_bar_every_token_are_refused(llm, options):
         ({"allowed_token_ids": "ab", "bad_words": ["aa", "ab", "bbb"]}, "a"),
         ({"allowed_token_ids": "ab", "bad_words": ["bbb", "ba"]}, "bb"),
         ({"allowed_token_ids": "ab", "bad_words": ["bbb", "aa"]}, None),
+        ({"allowed_token_ids": "ab", "bad_words": ["b", "ba"]}, None),
+        ({"allowed_token_ids": "ab", "bad_words": ["ba", "bb"], "stop_token_ids": "b"}, None),
         ({"stop_token_ids": range(517), "min_tokens": 1}, ""),
         ({"allowed_token_ids": "ab", "bad_words": ["aa"], "stop_token_ids": "b"}, None),
         (

@@ -181,15 +181,27 @@ class RequestBuilder:
     ) -> tuple[int, ...] | None:
         """An output behind which no token may be drawn, or None where there is none."""
         allowed = params.allowed_token_ids or range(self.limits.vocab_size)
-        ends = self._barred_until_min_len(params) if params.min_tokens else set()
-        if not ends.union(run[-1] for run in bad_word_ids).issuperset(allowed):
+        ends = self._barred_until_min_len(params)
+        barred_at_first = ends if params.min_tokens else set()
+        if not barred_at_first.union(run[-1] for run in bad_word_ids).issuperset(allowed):
             return None  # nearly always, and the rest takes long for many bad words
+
+        def barred_after(output: tuple[int, ...]) -> set[int]:
+            barred = {run[-1] for run in bad_word_ids if _ends_with(output, run[:-1])}
+            return barred | ends if len(output) < params.min_tokens else barred
+
+        def may_come(output: tuple[int, ...]) -> bool:
+            final = set(params.stop_token_ids) if params.ignore_eos else ends
+            return set(output).issubset(allowed) and not any(
+                token_id in final or token_id in barred_after(output[:place])
+                for place, token_id in enumerate(output)
+            )
+
         most = self.limits.max_model_len if params.max_tokens is None else params.max_tokens - 1
         for output in sorted({(), *(run[:-1] for run in bad_word_ids)}, key=len):
-            barred = {run[-1] for run in bad_word_ids if _ends_with(output, run[:-1])}
-            barred |= ends if len(output) < params.min_tokens else set()
-            may_come = len(output) <= most and set(output).issubset(allowed)
-            if may_come and barred.issuperset(allowed):
+            if len(output) > most or not barred_after(output).issuperset(allowed):
+                continue
+            if may_come(output):
                 return output
         return None
 
