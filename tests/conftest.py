@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 import interpreter_bounds
+import interpreter_rounding
 import interpreter_speed
 import pytest
 from oracle import Oracle
@@ -33,6 +34,7 @@ from nanovllm.kernels._triton import HAS_TRITON
 
 if HAS_TRITON and not torch.cuda.is_available():
     interpreter_bounds.install()
+    interpreter_rounding.install()
     interpreter_speed.install()
 
 DEMO_MODEL = Path(__file__).parent / "tiny-qwen3"

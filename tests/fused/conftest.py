@@ -7,14 +7,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from kernels.conftest import casts_to_fp8_are_exact  # noqa: F401  # a fixture for all tests
 
 
 @pytest.fixture(autouse=True)
-def bfloat16_is_exact(
-    monkeypatch: pytest.MonkeyPatch,
-    casts_to_fp8_are_exact: None,  # noqa: F811  # which goes first, as it replaces what this does
-) -> None:
+def bfloat16_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter rounds to bfloat16 toward zero, and multiplies its bits as integers."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return

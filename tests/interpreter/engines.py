@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def draw_case(number: int) -> Case:
         "tie_word_embeddings": pick([True, False]), "seed": number,
     }  # fmt: skip
     block_size = pick([16, 16, 32, 48, 64, 256])
-    max_model_len = pick([17, 33, 47, 64, 65])
+    max_model_len = min(pick([17, 33, 47, 64, 65]), model.get("sliding_window") or 65)
     num_blocks = -(-max_model_len // block_size) + pick([0, 1, 2, 6])
     options: dict[str, Any] = {
         "dtype": "bfloat16" if kind == "fused" else "float32",
@@ -122,7 +123,7 @@ def draw_case(number: int) -> Case:
     if weights == "online":
         options["quantization"] = "fp8"
     num_prompts = random_.randint(2, 4)
-    longest = min(max_model_len, model.get("sliding_window") or max_model_len) - 2
+    longest = max_model_len - 2
     shared = [random_.randrange(VOCAB_SIZE) for _ in range(longest)]
     prompts, params = [], []
     for _ in range(num_prompts):
@@ -251,8 +252,14 @@ def compare(
         the largest difference of log-probabilities
         how many were compared
     """
-    # In fp8 one rounding that falls the other way goes on into all that follow.
-    limit, mean_limit = (4.0, 0.3) if case.is_rounded else (2e-3, 1e-3)
+    limit, mean_limit = 2e-3, 1e-3
+    if case.is_rounded:
+        # In fp8 one rounding that falls the other way goes on into all that follow, and random
+        # weights may make logits that lie far apart.
+        prompts = (output.prompt_logprobs or [None] for output in theirs)
+        values = [x.logprob for prompt in prompts for d in prompt if d for x in d.values()]
+        spread = pstdev(values) if values else 0.0
+        limit, mean_limit = max(4.0, 0.3 * spread), max(0.3, 0.05 * spread)
     found: list[float] = []
 
     def agree(mine: Any, other: Any, what: str) -> bool:

@@ -17,7 +17,6 @@ from interpreter.engines import (
     draw_case,
     write_model,
 )
-from kernels.conftest import casts_to_fp8_are_exact  # noqa: F401  # likewise
 
 from nanovllm.kernels._triton import HAS_TRITON
 
