@@ -117,7 +117,7 @@ def run(llm: Any, prompts: list[list[int]], params: list[Any], label: str) -> fl
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     num_in = sum(map(len, prompts))
-    num_out = sum(len(output["token_ids"]) for output in outputs)
+    num_out = sum(output.num_output_tokens for output in outputs)
     after = llm.metrics.as_dict()
     phases = {name: after[name] - before[name] for name in after}
     print(

@@ -173,7 +173,7 @@ def _bench(args: argparse.Namespace) -> int:
         elapsed = time.perf_counter() - started
     num_in = args.num_prompts * args.input_len
     # Not what was asked for: an answer ends where the context does.
-    num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_out = sum(output.num_output_tokens for output in outputs)
     _say(
         f"{args.num_prompts} requests, {num_in:,} tokens in, {num_out:,} out in {elapsed:.2f} s: "
         f"{args.num_prompts / elapsed:,.2f} requests/s, {num_out / elapsed:,.0f} tokens out/s, "

@@ -205,7 +205,7 @@ def _serve(runner: ModelRunner, receiver: ChannelReceiver, replies: Connection) 
         kind, payload = message[:1], memoryview(message)[1:]
         if kind == STEP:
             in_flight.append(runner.execute(SchedulerOutput.from_bytes(payload)))
-            # Not further ahead of the device than rank 0: staging buffers are reused.
+            # Not further ahead of the device than rank 0: the output buffers are reused.
             while len(in_flight) > 2:
                 in_flight.popleft().wait()
         elif kind in (CALL, EACH):
