@@ -1,6 +1,7 @@
-"""Triton's interpreter with fp8 rounded as a GPU rounds it.
+"""Triton's interpreter with fp8 and bfloat16 as a GPU has them.
 
-Its own cast loses the carry of a mantissa that rounds up, so that 15.9 becomes 8 and not 16.
+Its cast to fp8 loses the carry of a mantissa that rounds up, so that 15.9 becomes 8 and not 16. Its
+cast to bfloat16 rounds toward zero, and its products take bfloat16's bits for integers.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ import torch
 
 
 def install() -> None:
-    """Round float32 to e4m3 as the GPU does, to the nearest and within its range, from now on."""
+    """Round float32 as the GPU does, to the nearest and fp8 within its range, from now on."""
     from triton.runtime import interpreter
 
-    plain = interpreter._convert_float
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
-    def convert(values: Any, from_dtype: Any, to_dtype: Any, rounding: Any) -> Any:
-        if to_dtype.name != "fp8e4nv" or from_dtype.name != "fp32":
-            return plain(values, from_dtype, to_dtype, rounding)
+    def to_nearest(values: Any, from_dtype: Any, to_dtype: Any, rounding: Any) -> Any:
+        if from_dtype.name != "fp32" or to_dtype.name not in ("fp8e4nv", "bf16"):
+            return convert(values, from_dtype, to_dtype, rounding)
         wide = torch.from_numpy(np.ascontiguousarray(values).view(np.float32).copy())
-        rounded = wide.clamp(-448, 448).to(torch.float8_e4m3fn)
-        return rounded.view(torch.uint8).numpy().reshape(values.shape)
+        if to_dtype.name == "bf16":
+            bits = wide.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        else:
+            bits = wide.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return bits.reshape(values.shape)
 
-    interpreter._convert_float = convert
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar.name != "bf16":
+            return handle
+        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, interpreter.tl.float32)
+
+    def dot_of_values(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widened(a), widened(b), *others)
+
+    interpreter._convert_float = to_nearest
+    interpreter.InterpreterBuilder.create_dot = dot_of_values

@@ -9,7 +9,6 @@ import os
 
 import pytest
 import torch
-from fused.conftest import bfloat16_is_exact  # noqa: F401  # a fixture for all tests
 from interpreter.engines import (
     answers_of_kernels,
     answers_of_torch,

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.skipif(
     not HAS_TRITON or (DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
     reason="needs Triton, on a CPU its interpreter",
 )
-# The interpreter's tl.dot takes bfloat16's bits for integers.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE.type == "cuda")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Small parts, so that short rows are cut too: the interpreter is slow.
 FINE = DecodeTuning(tile=16, programs_per_sm=8, overhead_tokens=4)

@@ -25,7 +25,7 @@ def test_gate_comes_first():
 def test_triton_matches_the_reference(dtype, num_tokens, size):
     torch.manual_seed(0)
     gate_up = (torch.randn(num_tokens, 2 * size, device=DEVICE) * 4).to(dtype)
-    # Two steps of rounding: the interpreter cuts a bfloat16 off where a GPU rounds it.
+    # Two steps of rounding.
     rtol = {torch.bfloat16: 2**-6, torch.float16: 2**-9}.get(dtype, 1e-5)
     torch.testing.assert_close(
         silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up), rtol=rtol, atol=1e-6
